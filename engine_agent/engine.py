@@ -1,0 +1,165 @@
+"""The port between an engine agent and one inference engine.
+
+Two implementations obey it, under one contract suite (`tests/contract/test_engine_port.py`):
+`engine_agent.vllm.engine.VllmEngine` (the real one) and `engine_agent.memory_engine.MemoryEngine` (fast,
+for tests and scale). An engine knows nothing of terms, served sets, gates or other engines; it moves
+weights in, tokens out, and says honestly whether its weights were touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from controlplane.core.layout import Expected, Layout
+from controlplane.core.sampling import SamplingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What is known of an engine once it has started."""
+
+    world_size: int
+    """Worker processes (tensor × pipeline parallel); equals the number of device UUIDs."""
+    device_uuids: tuple[str, ...]
+    """One per worker, in worker rank order."""
+    vocab_size: int
+    max_model_len: int
+    """Prompt plus generated tokens, at most."""
+    max_logprobs: int
+    expected: Expected
+    """Names, shapes and dtypes that an update must cover (safetensors headers of the model path)."""
+    capabilities: frozenset[str]
+    """Of `staged`, `rollback`, `sleep`, `prefix_cache`."""
+    pids: tuple[int, ...]
+    """Processes that hold the weights (EngineCore and workers)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentSpan:
+    """`byte_count` bytes at `offset` of the file `path` (under /dev/shm, or /proc/PID/fd of the agent)."""
+
+    path: str
+    offset: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where one tensor lies: whole and contiguous, `offset` bytes into chunk number `chunk`."""
+
+    chunk: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class StagedWeights:
+    """A whole version's bytes, checked and waiting in shared memory; installing it needs no other input.
+
+    `chunks` maps a device UUID to its list of chunks; the key "" serves any worker on this host. A worker
+    reads the list of its own device. `placements[i]` belongs to `layout.tensors[i]`.
+    """
+
+    layout: Layout
+    label: str
+    """The version's decimal number: the label under which the engine stamps tokens."""
+    chunks: Mapping[str, Sequence[SegmentSpan]]
+    placements: Sequence[Placement]
+
+
+@dataclass(frozen=True, slots=True)
+class InstallReport:
+    loaded_tensors: int
+    """Names of the layout that the engine's loader accepted."""
+    changed_tensors: int | None
+    """Tensors whose bytes differ from the last install, where the engine can tell; None at the first."""
+    load_seconds: float
+    cache_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReport:
+    """A fixed prompt run through the new weights. All values are finite, else the engine raises CanaryFailed."""
+
+    prompt_logprobs: tuple[float, ...]
+    """Entry i belongs to prompt token i + 1; natural log."""
+    tokens: tuple[int, ...]
+    """A few greedily decoded tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDelta:
+    """New tokens of one request. The last delta has `finish_reason` set, and may hold no token."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One per token: log probability of the sampled token after sampling transforms. Empty if not asked for."""
+    finish_reason: str | None = None
+    """`stop`, `length`, `abort`, or None while running."""
+    stop_reason: str = ""
+    cached_prompt_tokens: int = 0
+    engine_spans: tuple[tuple[str, int, int], ...] = ()
+    """The engine's own (label, start, end) spans over this request's tokens, on the last delta."""
+
+
+@dataclass(frozen=True)
+class LiveRequests:
+    """Answer of `quiesce`: how many tokens each live request had been given when generation stood still."""
+
+    token_counts: Mapping[str, int] = field(default_factory=dict)
+
+
+class Engine(Protocol):
+    """One inference engine, one life. After `shutdown` or death a new object is made (a new incarnation)."""
+
+    async def start(self) -> EngineFacts:
+        """Start processes and load the model. The weights it loads carry no version: they are unset.
+
+        Never blocks the event loop. Raises EngineDied with the reason (and the engine's last log lines).
+        """
+        ...
+
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncIterator[GenerationDelta]:
+        """Generate. Closing the iterator aborts the request in the engine. While paused the request waits.
+
+        The caller has validated token ids and lengths. Raises EngineDied.
+        """
+        ...
+
+    async def quiesce(self) -> LiveRequests:
+        """Stop the scheduler, keep requests, and wait until every token made so far was handed to its consumer.
+
+        After it returns no forward pass runs, and no consumer will see a further token, until `resume`.
+        The caller goes on consuming the iterators meanwhile (else this would never return). Idempotent.
+        """
+        ...
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        """Install a staged version in every worker, clear every cache, set the engine's label to `staged.label`.
+
+        Must be called quiesced. Raises InstallFailed with `touched` true unless the old weights are
+        certainly whole; EngineDied. On return every worker has copied what it needs: the staged bytes may go.
+        """
+        ...
+
+    async def canary(self) -> CanaryReport:
+        """Run the fixed prompt (the scheduler runs meanwhile, and is stopped again before this returns).
+
+        Raises CanaryFailed if a logprob is not finite or the reply is short.
+        """
+        ...
+
+    async def resume(self) -> None:
+        """Let the scheduler run. Kept requests go on, their prefix computed anew under the new weights."""
+        ...
+
+    async def probe(self) -> None:
+        """A round trip through the engine core; raises EngineDied when it is gone. May wait behind an install."""
+        ...
+
+    async def shutdown(self) -> None:
+        """End every process of this engine; kills what does not end in time. Idempotent."""
+        ...

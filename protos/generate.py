@@ -1,0 +1,52 @@
+"""Generate the Python of the protos beside them: `make protos`. With --check: fail if it is not up to date.
+
+buf lints and formats; grpcio-tools generates, with mypy-protobuf's typed stubs.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+PROTOS = Path(__file__).resolve().parent
+
+
+def generate(out: Path) -> None:
+    files = sorted(str(p.relative_to(PROTOS)) for p in PROTOS.rglob("*.proto"))
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(PROTOS)]
+    command += [f"--{plugin}_out={out}" for plugin in ("python", "mypy")]
+    with_services = [f for f in files if f"\nservice " in (PROTOS / f).read_text()]
+    path = f"{Path(sys.executable).parent}"
+    environment = {"PATH": f"{path}:/usr/bin:/bin"}
+    subprocess.run([*command, *files], check=True, env=environment)
+    subprocess.run(
+        [*command[:5], f"--grpc_python_out={out}", f"--mypy_grpc_out={out}", *with_services],
+        check=True,
+        env=environment,
+    )
+
+
+def stale(out: Path) -> list[str]:
+    made = {p.relative_to(out) for p in out.rglob("*_pb2*")}
+    kept = {p.relative_to(PROTOS) for p in PROTOS.rglob("*_pb2*.py*") if "__pycache__" not in p.parts}
+    differs = {p for p in made & kept if not filecmp.cmp(out / p, PROTOS / p, shallow=False)}
+    return sorted(str(p) for p in (made ^ kept) | differs)
+
+
+def main() -> int:
+    if "--check" not in sys.argv[1:]:
+        generate(PROTOS)
+        return 0
+    with tempfile.TemporaryDirectory() as scratch:
+        generate(Path(scratch))
+        old = stale(Path(scratch))
+    if old:
+        print("generated code is not up to date (run `make protos`):", *old, sep="\n  ", file=sys.stderr)
+    return 1 if old else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Weightplane's public names. They are imported on first use, so that the base install needs no torch.
+
+>>> from weightplane import TrainerRank, MegatronSource, RolloutClient
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from controlplane.core.sampling import SamplingSettings
+    from controlplane.core.versions import WeightVersion
+    from controlplane.rollout.client import RolloutClient
+    from trainer_agent.megatron.source import MegatronSource
+    from trainer_agent.rank import TrainerRank
+
+__all__ = ["MegatronSource", "RolloutClient", "SamplingSettings", "TrainerRank", "WeightVersion"]
+
+_HOMES = {
+    "MegatronSource": "trainer_agent.megatron.source",
+    "RolloutClient": "controlplane.rollout.client",
+    "SamplingSettings": "controlplane.core.sampling",
+    "TrainerRank": "trainer_agent.rank",
+    "WeightVersion": "controlplane.core.versions",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'weightplane' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

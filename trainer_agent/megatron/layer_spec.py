@@ -1,0 +1,129 @@
+"""A Megatron layer spec that needs no Transformer Engine: RMSNorm and torch's own attention.
+
+It goes through Megatron's extension point (`ModuleSpec`), works on the CPU and on GPUs, with tensor,
+sequence and pipeline parallelism, grouped-query attention and normalised queries and keys. It computes what
+transformers' "sdpa" attention computes. It refuses what it would compute wrongly: context parallelism,
+packed sequences and attention biases. Masks are not needed: attention is causal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.backends import LocalSpecProvider
+from megatron.core.models.gpt.gpt_layer_specs import get_mlp_module_spec_for_backend
+from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """Normalises the last dimension, `hidden_size` wide. Megatron's local norm refuses sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float | None = None, **_: Any) -> None:
+        eps = config.layernorm_epsilon if eps is None else eps
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        # Tells finalize_model_grads to add this weight's gradients over the tensor-parallel ranks.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+class CausalAttention(MegatronModule):  # type: ignore[misc, unused-ignore]
+    """Causal attention by `scaled_dot_product_attention`, which never holds the whole score matrix."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: Any,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **_: Any,
+    ) -> None:
+        super().__init__(config=config)
+        if config.context_parallel_size > 1:
+            raise ValueError("this layer spec does not split sequences over context-parallel ranks")
+        self.softmax_scale = softmax_scale
+        self.dropout: float = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: Any = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> Tensor:
+        """[sequence, batch, heads, head_dim] each (fewer heads in key and value) -> [sequence, batch, width]."""
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ValueError("this layer spec takes neither packed sequences nor attention biases")
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            scale=self.softmax_scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+class TorchSpecProvider(LocalSpecProvider):  # type: ignore[misc, unused-ignore]
+    """Megatron's own linear layers with our norm and attention."""
+
+    def layer_norm(self, rms_norm: bool = False, for_qk: bool = False) -> type:
+        return RMSNorm
+
+    def core_attention(self) -> type:
+        return CausalAttention
+
+
+def decoder_spec(config: TransformerConfig, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The spec of this pipeline stage's layers and of the final norm (else Megatron would choose its own)."""
+    layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    return TransformerBlockSubmodules(layer_specs=[_layer_spec(config)] * layers, layer_norm=RMSNorm)
+
+
+def _layer_spec(config: TransformerConfig) -> ModuleSpec:
+    backend = TorchSpecProvider()
+    return ModuleSpec(
+        module=TransformerLayer,
+        submodules=TransformerLayerSubmodules(
+            input_layernorm=backend.layer_norm(),
+            self_attention=_attention_spec(config, backend),
+            self_attn_bda=get_bias_dropout_add,
+            pre_mlp_layernorm=backend.layer_norm(),
+            mlp=get_mlp_module_spec_for_backend(
+                backend=backend, num_experts=config.num_moe_experts, moe_grouped_gemm=False
+            ),
+            mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def _attention_spec(config: TransformerConfig, backend: TorchSpecProvider) -> ModuleSpec:
+    head_norm = backend.layer_norm(for_qk=True) if config.qk_layernorm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=backend.column_parallel_linear(),
+            core_attention=backend.core_attention(),
+            linear_proj=backend.row_parallel_linear(),
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
