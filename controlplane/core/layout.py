@@ -67,7 +67,8 @@ class Target:
         return f"{self.kind.value}:{self.adapter}" if self.adapter else self.kind.value
 
 
-MODEL_TARGET = Target()
+MODEL_ONLY = (Target(),)
+"""What a tensor belongs to unless it says otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class TensorSpec:
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    targets: tuple[Target, ...] = (MODEL_TARGET,)
+    targets: tuple[Target, ...] = MODEL_ONLY
 
     @property
     def byte_count(self) -> int:

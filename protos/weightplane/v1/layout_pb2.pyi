@@ -217,7 +217,9 @@ class BufferHandle(_message.Message):
     device_uuid: _builtins.str
     """UUID of the device whose worker reads this buffer; empty when any worker of the host can."""
     inline: _builtins.bytes
-    """The bytes themselves, in this message."""
+    """The bytes themselves, in this message. Send 1 MiB at most; the limit that is enforced is that of
+    the whole message, 4 MiB.
+    """
     @_builtins.property
     def shared_memory(self) -> Global___SharedMemoryRange:
         """A range of a POSIX shared-memory segment of this host."""

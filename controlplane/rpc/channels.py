@@ -1,0 +1,51 @@
+"""How we connect: channel and server options, written down once, each with its reason.
+
+Names were checked against behaviour: a misspelt option is ignored in silence, so
+`tests/integration/test_channels.py` pins what they do.
+"""
+
+from __future__ import annotations
+
+import grpc
+
+KEEPALIVE_SECONDS = 10
+PING_TIMEOUT_SECONDS = 5
+"""A peer that is stopped or cut off is noticed after at most KEEPALIVE + PING_TIMEOUT seconds."""
+MAX_MESSAGE_BYTES = 4 * 1024 * 1024
+"""gRPC's own default, kept: a limit is a feature. Bulk bytes go in chunks of 1 MiB or by shared memory."""
+MAX_RECONNECT_BACKOFF_MS = 2_000
+
+_BOTH = [
+    ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
+    ("grpc.keepalive_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
+    # The documented timeout alone finds a dead peer after 60 s; this internal name does it.
+    ("grpc.http2.ping_timeout_ms", PING_TIMEOUT_SECONDS * 1000),
+    # Pings go on while a stream is silent, and while no call is open.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+]
+CHANNEL_OPTIONS = [
+    *_BOTH,
+    # The default backoff grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
+    # A proxy of the environment must not carry in-cluster calls.
+    ("grpc.enable_http_proxy", 0),
+    # Agents restart on the same port: a channel must not share a dead subchannel with an older one.
+    ("grpc.use_local_subchannel_pool", 1),
+]
+SERVER_OPTIONS = [
+    *_BOTH,
+    # On by default, and then a second coordinator binds the same port without an error.
+    ("grpc.so_reuseport", 0),
+    # Else clients that ping as above are sent away with too_many_pings.
+    ("grpc.http2.min_ping_interval_without_data_ms", PING_TIMEOUT_SECONDS * 1000),
+]
+
+
+def open_channel(target: str) -> grpc.aio.Channel:
+    """A channel to `host:port` (IPv6 hosts in brackets). It connects on first use and reconnects by itself."""
+    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)

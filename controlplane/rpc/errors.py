@@ -1,0 +1,133 @@
+"""Errors on the wire: one status and one reason for each class of `controlplane.core.errors`, both ways.
+
+A servicer raises a typed error; the interceptor answers with google.rpc.Status and ErrorInfo. A
+caller gets the same typed error back from `from_rpc_error`. An exception that is not ours becomes INTERNAL with an
+id, and its text stays in the log.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf import any_pb2
+from google.rpc import code_pb2, error_details_pb2, status_pb2
+from grpc_status import rpc_status
+
+from controlplane.core import errors as e
+
+DOMAIN = "weightplane"
+"""ErrorInfo.domain of every error of ours."""
+
+_C = grpc.StatusCode
+STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
+    e.LayoutInvalid: _C.INVALID_ARGUMENT,
+    e.LayoutUnknown: _C.FAILED_PRECONDITION,
+    e.ManifestIncomplete: _C.INVALID_ARGUMENT,
+    e.UnknownTensor: _C.INVALID_ARGUMENT,
+    e.ShapeMismatch: _C.INVALID_ARGUMENT,
+    e.DtypeMismatch: _C.INVALID_ARGUMENT,
+    e.FormatMismatch: _C.INVALID_ARGUMENT,
+    e.WrongRun: _C.FAILED_PRECONDITION,
+    e.WrongModel: _C.FAILED_PRECONDITION,
+    e.WrongIncarnation: _C.FAILED_PRECONDITION,
+    e.UnknownEngine: _C.NOT_FOUND,
+    e.UnknownUpdate: _C.NOT_FOUND,
+    e.IncompatibleNode: _C.FAILED_PRECONDITION,
+    e.StaleTerm: _C.FAILED_PRECONDITION,
+    e.LeaseHeld: _C.ABORTED,
+    e.NotWelcomed: _C.UNAVAILABLE,
+    e.CoordinatorRecovering: _C.UNAVAILABLE,
+    e.StaleVersion: _C.FAILED_PRECONDITION,
+    e.VersionConflict: _C.ALREADY_EXISTS,
+    e.UpdateInProgress: _C.ABORTED,
+    e.UpdateAborted: _C.ABORTED,
+    e.NoEngines: _C.FAILED_PRECONDITION,
+    e.VersionUnavailable: _C.FAILED_PRECONDITION,
+    e.FrameInvalid: _C.INVALID_ARGUMENT,
+    e.FrameOutOfOrder: _C.FAILED_PRECONDITION,
+    e.LimitExceeded: _C.RESOURCE_EXHAUSTED,
+    e.ChecksumMismatch: _C.DATA_LOSS,
+    e.ByteCountMismatch: _C.DATA_LOSS,
+    e.SegmentUnreadable: _C.FAILED_PRECONDITION,
+    e.SlotMismatch: _C.FAILED_PRECONDITION,
+    e.EngineMisfit: _C.FAILED_PRECONDITION,
+    e.DeviceHandlesMissing: _C.FAILED_PRECONDITION,
+    e.InvalidRequest: _C.INVALID_ARGUMENT,
+    e.EnginePoisoned: _C.UNAVAILABLE,
+    e.EngineNotReady: _C.UNAVAILABLE,
+    e.InstallFailed: _C.INTERNAL,
+    e.InstallTimedOut: _C.INTERNAL,
+    e.CanaryFailed: _C.INTERNAL,
+    e.SpanMismatch: _C.INTERNAL,
+    e.EngineDied: _C.UNAVAILABLE,
+    e.UpdateFailed: _C.ABORTED,
+    e.DeadlineExceeded: _C.DEADLINE_EXCEEDED,
+    e.PeerLost: _C.UNAVAILABLE,
+    e.LedgerError: _C.INTERNAL,
+}
+_BY_REASON = {cls.reason: cls for cls in STATUS}
+
+
+@dataclass(eq=False)
+class RemoteError(e.Failed):
+    """An error of the peer or of gRPC itself that is none of the tree's, such as a broken connection."""
+
+    reason = "REMOTE"
+    template = "{code}: {text}"
+    code: str
+    text: str
+
+
+def to_status(error: e.WeightplaneError) -> grpc.Status:
+    """The google.rpc.Status of a typed error, ErrorInfo included, as grpc's abort_with_status takes it."""
+    code = STATUS[type(error)]
+    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata())
+    detail = any_pb2.Any()
+    detail.Pack(info)
+    status: grpc.Status = rpc_status.to_status(
+        status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=[detail])
+    )
+    return status
+
+
+def from_rpc_error(error: grpc.RpcError) -> e.WeightplaneError:
+    """The typed error that the peer raised; RemoteError for anything else."""
+    info = _error_info(error)
+    cls = _BY_REASON.get(info.reason) if info is not None else None
+    if info is None or cls is None:
+        return RemoteError(code=error.code().name, text=error.details() or "")
+    return from_metadata(info.reason, dict(info.metadata), error.details() or "")
+
+
+def from_metadata(reason: str, metadata: dict[str, str], text: str) -> e.WeightplaneError:
+    """Rebuild a typed error from its reason and attributes; attributes that are no text are parsed."""
+    cls = _BY_REASON.get(reason)
+    if cls is None:
+        return RemoteError(code=reason, text=text)
+    values = {f.name: _parsed(str(f.type), metadata.get(f.name, "")) for f in dataclasses.fields(cls)}
+    return cls(**values)
+
+
+def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+    status = rpc_status.from_call(error)
+    for detail in status.details if status is not None else ():
+        info = error_details_pb2.ErrorInfo()
+        if detail.Unpack(info) and info.domain == DOMAIN:
+            return info
+    return None
+
+
+def _parsed(kind: str, text: str) -> object:
+    if kind == "int":
+        return int(text or "0")
+    if kind == "float":
+        return float(text or "0")
+    if kind == "bool":
+        return text == "True"
+    if kind.startswith("list"):
+        return [t for t in text.split(", ") if t]
+    if kind.startswith("tuple"):
+        return tuple(int(t) for t in text.strip("()").split(",") if t.strip())
+    return text

@@ -1,0 +1,161 @@
+"""How we serve: one way to build a server, for the coordinator and for both agents.
+
+Every handler runs inside one interceptor that validates what comes in, turns typed errors into
+statuses, and lets no foreign exception's text out. The port is bound before anyone is told of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import structlog
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from controlplane.core.errors import WeightplaneError
+from controlplane.rpc.channels import SERVER_OPTIONS
+from controlplane.rpc.errors import to_status
+from controlplane.rpc.validation import validate
+
+log = structlog.get_logger(__name__)
+
+MAX_CONCURRENT_RPCS = 4096
+"""Streams and calls at once; each agent keeps one or two open, each running sample one."""
+STOP_GRACE_SECONDS = 2.0
+
+
+class PortUnavailable(OSError):
+    """The address could not be bound: somebody listens there, or it is not of this host."""
+
+
+@dataclass
+class RunningServer:
+    """A server that listens. `address` has the port that was really bound."""
+
+    server: grpc.aio.Server
+    health: HealthServicer
+    address: str
+    services: tuple[str, ...]
+
+    async def set_serving(self, serving: bool) -> None:
+        """Readiness, for the whole and for each service."""
+        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+        for name in ("", *self.services):
+            await self.health.set(name, state)
+
+    async def stop(self) -> None:
+        await self.health.enter_graceful_shutdown()
+        await self.server.stop(STOP_GRACE_SECONDS)
+
+
+async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server], str]]) -> RunningServer:
+    """Bind `listen` (host:port; port 0 for any free one), register services, and serve.
+
+    Each item of `register` adds a servicer and returns its service's full name.
+
+    Raises:
+        PortUnavailable: with the address.
+    """
+    server = grpc.aio.server(
+        interceptors=[_Boundary()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
+    )
+    names = tuple(add(server) for add in register)
+    health = HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    reflection.enable_server_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as error:
+        raise PortUnavailable(f"cannot listen on {listen}: it is in use, or not an address of this host") from error
+    await server.start()
+    return RunningServer(server, health, f"{listen.rpartition(':')[0]}:{port}", names)
+
+
+class _Boundary(grpc.aio.ServerInterceptor):
+    """The outermost layer of every call: validation in, typed errors out."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        handler: Any = await continuation(handler_call_details)
+        method = handler_call_details.method
+        # Reflection and health are not ours: their messages declare no rules, their errors are their own.
+        if handler is None or not method.startswith("/weightplane."):
+            return handler
+        wrap = _stream_response if handler.response_streaming else _unary_response
+        inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
+        behaviour = wrap(inner, _checked_stream if handler.request_streaming else _checked, method)
+        return _handler_like(handler, behaviour)
+
+
+def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
+    make = {
+        (False, False): grpc.unary_unary_rpc_method_handler,
+        (False, True): grpc.unary_stream_rpc_method_handler,
+        (True, False): grpc.stream_unary_rpc_method_handler,
+        (True, True): grpc.stream_stream_rpc_method_handler,
+    }[(handler.request_streaming, handler.response_streaming)]
+    made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, handler.request_deserializer, handler.response_serializer)
+    return made
+
+
+def _checked(request: Any) -> Any:
+    validate(request)
+    return request
+
+
+async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        validate(request)
+        yield request
+
+
+def _unary_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        try:
+            return await inner(check(request), context)
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+def _stream_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
+    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        try:
+            async for response in inner(check(request), context):
+                yield response
+        except Exception as error:
+            await _abort(context, error, method)
+
+    return call
+
+
+async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
+    """Ends the call with the error's status. CancelledError never comes here: it is no Exception."""
+    if isinstance(error, WeightplaneError):
+        log.info("call_refused", method=method, reason=error.reason, text=str(error))
+        await context.abort_with_status(to_status(error))
+    if isinstance(error, grpc.aio.AbortError):
+        raise error
+    error_id = uuid.uuid4().hex[:12]
+    log.error("call_failed", method=method, error_id=error_id, exc_info=error)
+    await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the log has its cause")
+
+
+async def wait_for_signal(stop: asyncio.Event) -> None:
+    """Return when `stop` is set, or at SIGINT or SIGTERM (which set it)."""
+    import signal
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    await stop.wait()
