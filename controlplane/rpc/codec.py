@@ -6,6 +6,7 @@ Every function expects a validated message (`controlplane.rpc.validation`).
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -90,7 +91,7 @@ def sampling_to_proto(settings: SamplingSettings) -> rollout_pb2.SamplingParams:
 
 
 def sampling_from_proto(message: rollout_pb2.SamplingParams) -> SamplingSettings:
-    given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
+    given: dict[str, Any] = {f.name: value for f, value in message.ListFields() if f.name in _OPTIONAL_SAMPLING}
     return SamplingSettings(
         max_tokens=message.max_tokens,
         top_k=message.top_k,
@@ -124,7 +125,6 @@ def _grouped(tensors: tuple[TensorSpec, ...]) -> Iterator[list[TensorSpec]]:
         group.append(tensor)
         size += cost
     yield group
-
 
 
 def _tensor_to_proto(tensor: TensorSpec) -> layout_pb2.TensorSpec:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
@@ -92,7 +93,7 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
     return status
 
 
-def from_rpc_error(error: grpc.RpcError) -> e.WeightplaneError:
+def from_rpc_error(error: grpc.aio.AioRpcError) -> e.WeightplaneError:
     """The typed error that the peer raised; RemoteError for anything else."""
     info = _error_info(error)
     cls = _BY_REASON.get(info.reason) if info is not None else None
@@ -110,7 +111,7 @@ def from_metadata(reason: str, metadata: dict[str, str], text: str) -> e.Weightp
     return cls(**values)
 
 
-def _error_info(error: grpc.RpcError) -> error_details_pb2.ErrorInfo | None:
+def _error_info(error: Any) -> error_details_pb2.ErrorInfo | None:
     status = rpc_status.from_call(error)
     for detail in status.details if status is not None else ():
         info = error_details_pb2.ErrorInfo()

@@ -7,8 +7,10 @@ statuses, and lets no foreign exception's text out. The port is bound before any
 from __future__ import annotations
 
 import asyncio
+import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,14 +84,14 @@ class _Boundary(grpc.aio.ServerInterceptor):
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
         # Reflection and health are not ours: their messages declare no rules, their errors are their own.
         if handler is None or not method.startswith("/weightplane."):
-            return handler
+            return handler  # type: ignore[no-any-return]
         wrap = _stream_response if handler.response_streaming else _unary_response
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         behaviour = wrap(inner, _checked_stream if handler.request_streaming else _checked, method)
@@ -131,8 +133,10 @@ def _unary_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any
 def _stream_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
-            async for response in inner(check(request), context):
-                yield response
+            # Closed at once when the caller leaves: a handler's clean-up must not wait for the collector.
+            async with aclosing(inner(check(request), context)) as responses:
+                async for response in responses:
+                    yield response
         except Exception as error:
             await _abort(context, error, method)
 
@@ -153,8 +157,6 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
 
 async def wait_for_signal(stop: asyncio.Event) -> None:
     """Return when `stop` is set, or at SIGINT or SIGTERM (which set it)."""
-    import signal
-
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)

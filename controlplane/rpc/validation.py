@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from google.protobuf.descriptor import Descriptor, FieldDescriptor, OneofDescriptor
+from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor, OneofDescriptor
 from google.protobuf.message import Message
 
 from controlplane.core.errors import FrameInvalid
@@ -49,10 +49,7 @@ def validate(message: Message) -> None:
 def _checks(descriptor: Descriptor) -> tuple[Check, ...]:
     checks: list[Check] = [_oneof_check(o) for o in descriptor.oneofs if _oneof_required(o)]
     for field in descriptor.fields:
-        if field.is_repeated:
-            check = _repeated_check(field)
-        else:
-            check = _singular_check(field)
+        check = _repeated_check(field) if field.is_repeated else _singular_check(field)
         if check is not None:
             checks.append(check)
     return tuple(checks)
@@ -142,9 +139,9 @@ _INTEGERS = (FieldDescriptor.CPPTYPE_INT32, FieldDescriptor.CPPTYPE_INT64)
 
 def _value_check(field: FieldDescriptor, rules: rules_pb2.FieldRules | None) -> Check | None:
     if field.cpp_type == FieldDescriptor.CPPTYPE_MESSAGE:
-        return _message_check(field.message_type)
-    if field.cpp_type == FieldDescriptor.CPPTYPE_ENUM:
-        return _enum_check(field, rules)
+        return None if field.message_type is None else _message_check(field.message_type)
+    if field.enum_type is not None:
+        return _enum_check(field.enum_type, rules)
     if rules is None:
         return None
     if field.cpp_type in _INTEGERS:
@@ -170,15 +167,15 @@ def _has_rules(descriptor: Descriptor) -> bool:
     return bool(_checks(descriptor))
 
 
-def _enum_check(field: FieldDescriptor, rules: rules_pb2.FieldRules | None) -> Check | None:
+def _enum_check(enum: EnumDescriptor, rules: rules_pb2.FieldRules | None) -> Check | None:
     required = rules is not None and rules.required
-    known = frozenset(v.number for v in field.enum_type.values)
+    known = frozenset(v.number for v in enum.values)
 
     def check(value: int) -> None:
         if required and value == 0:
             raise _Broken("is required")
         if value not in known:
-            raise _Broken(f"{value} is no {field.enum_type.name}")
+            raise _Broken(f"{value} is no {enum.name}")
 
     return check
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import inspect
 import sys
 import types
 import warnings
@@ -50,7 +51,19 @@ _MODULES = (
 )
 """Imported before the proxy is put in; modules imported later are reached by another `install()`."""
 
-_FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "zeros_like", "ones_like")
+_FACTORIES = (
+    "tensor",
+    "zeros",
+    "ones",
+    "empty",
+    "full",
+    "arange",
+    "rand",
+    "randn",
+    "zeros_like",
+    "ones_like",
+    "empty_like",
+)
 _CPU_TYPE_NAMES = {
     "torch.cuda.FloatTensor": "torch.FloatTensor",
     "torch.cuda.HalfTensor": "torch.HalfTensor",
@@ -241,7 +254,7 @@ def _patch_type_names() -> None:
 
 def _use_cpu_type_names(function: Any) -> None:
     """Replace CUDA type names among a function's constants; without any, the code is not the one we know."""
-    function = getattr(function, "__wrapped__", function)
+    function = inspect.unwrap(getattr(function, "__func__", function))
     code: types.CodeType = function.__code__
     constants = tuple(_cpu_constant(c) for c in code.co_consts)
     if constants == code.co_consts:

@@ -1,0 +1,105 @@
+# Weightplane's habits, one command each. `make` alone lists them.
+# Everything runs in .venv, which `make setup` makes; the other targets call it, and it does nothing twice.
+
+PYTHON ?= python3.11
+# What is installed. On a GPU machine: make setup EXTRAS=engine,trainer,demo,dev
+EXTRAS ?= engine-cpu,trainer,demo,dev
+# Further words for the demo: make demo DEMO="--model tiny --steps 5"
+DEMO ?= --verify
+
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP_LOG := $(VENV)/setup.log
+# The set-up is done when a stamp of this pyproject.toml and these extras exists.
+STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum | cut -d' ' -f1)
+# PyPI's builds of these are for CUDA, and with them vLLM cannot be imported beside a CPU build of torch.
+CUDA_ONLY := torchvision torchaudio torchcodec
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-real check check-style check-types check-protos check-imports format protos clean distclean
+
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
+	  while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+
+setup: $(STAMP) ## make .venv and install everything into it (about 2 minutes, 4 GB; nothing if it is done)
+
+demo: setup ## train a small model here: a coordinator, two vLLM engines, a Megatron trainer
+	$(BIN)/weightplane demo $(DEMO)
+
+test: setup ## the tests, real engines and trainers included; without the slow ones
+	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+
+test-real: setup ## the tests that start real vLLM or real Megatron, the slow ones too
+	$(BIN)/python -m pytest -m "real or slow" $(TESTS)
+
+check: setup ## style, types, protos, generated code and import rules, in a minute
+	@$(MAKE) --no-print-directory -j2 -k --output-sync=target check-types check-style check-protos check-imports
+	@echo "check: all is well"
+
+check-style:
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+check-types:
+	$(BIN)/mypy
+
+check-protos:
+	$(BIN)/buf lint
+	$(BIN)/buf format -d --exit-code
+	$(BIN)/python protos/generate.py --check
+
+check-imports:
+	$(BIN)/lint-imports
+
+format: setup ## rewrite code and protos in the house style
+	$(BIN)/ruff check --fix-only --exit-zero --quiet
+	$(BIN)/ruff format
+	$(BIN)/buf format -w
+
+protos: setup ## generate the Python of the protos
+	$(BIN)/buf lint
+	$(BIN)/python protos/generate.py
+
+clean: ## remove caches and what was built
+	rm -rf build dist .ruff_cache .mypy_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the virtual environment too
+	rm -rf $(VENV)
+
+# ---- set-up --------------------------------------------------------------------------------------
+
+define NO_PYTHON
+Set-up needs Python 3.11, and there is no usable $(PYTHON) here.
+Install it (Debian: apt install python3.11 python3.11-venv), or name yours: make setup PYTHON=/path/to/python3.11
+endef
+define NO_VENV
+$(PYTHON) could not make a virtual environment in $(VENV); the lines above say why.
+Debian keeps that part in a package of its own: apt install python3.11-venv
+endef
+define NO_PACKAGES
+Set-up stopped while it installed packages; the lines above are the end of $(SETUP_LOG).
+If they speak of connections or names, check the network and which package index pip uses (pip config list).
+If they speak of torch, README.md says where its CPU builds are. `make setup` may be repeated: it goes on from here.
+endef
+export NO_PYTHON NO_VENV NO_PACKAGES
+
+define REMOVE_CUDA_ONLY
+echo "set-up 3/3: removing $(CUDA_ONLY), whose CUDA builds break vLLM on a CPU"; \
+  $(PIP) uninstall -y $(CUDA_ONLY) >>$(SETUP_LOG) 2>&1 || \
+  { tail -n 15 $(SETUP_LOG) >&2; echo "removing $(CUDA_ONLY) failed; see $(SETUP_LOG)" >&2; exit 1; }
+endef
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 $(BIN)/python -m pip
+
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || { echo "$$NO_PYTHON" >&2; exit 1; }
+	@test -x $(BIN)/python || { echo "set-up 1/3: making $(VENV) with $$($(PYTHON) --version)"; \
+	  $(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); echo "$$NO_VENV" >&2; exit 1; }; }
+	@echo "set-up 2/3: installing weightplane[$(EXTRAS)]: about 2 minutes and 4 GB the first time; log: $(SETUP_LOG)"
+	@$(PIP) install --progress-bar off -e ".[$(EXTRAS)]" >$(SETUP_LOG) 2>&1 || \
+	  { tail -n 15 $(SETUP_LOG) >&2; echo >&2; echo "$$NO_PACKAGES" >&2; exit 1; }
+	@$(if $(findstring engine-cpu,$(EXTRAS)),$(REMOVE_CUDA_ONLY),true)
+	@rm -f $(VENV)/.set-up-*
+	@touch $@
+	@echo "set-up is done: make demo, make test"

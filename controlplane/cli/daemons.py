@@ -1,0 +1,115 @@
+"""The commands that run for long: coordinator, engine agent, trainer agent.
+
+Each loads its settings from a file and the command line, sets up logs (JSON on stderr when nobody watches), and runs
+until it is done, fails, or gets SIGINT or SIGTERM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+
+from controlplane.cli.ending import reported
+
+T = TypeVar("T")
+
+Config = Annotated[
+    Path | None, typer.Option("--config", metavar="FILE", help="Settings, as TOML. The command line goes over them.")
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as vllm.dtype=bfloat16. May be repeated."),
+]
+LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")]
+Parent = Annotated[
+    int | None,
+    typer.Option("--die-with-parent", metavar="PID", help="End when process PID, which started this one, ends."),
+]
+
+
+@reported
+def coordinator(
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve.  [default: 127.0.0.1:7070]")
+    ] = None,
+    state_dir: Annotated[
+        Path | None, typer.Option("--state-dir", metavar="DIR", help="What must survive a restart: terms, versions.")
+    ] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run-id", metavar="ID", help="The training run. Every call must name it.")
+    ] = None,
+    config: Config = None,
+    sets: Sets = None,
+    log_level: LogLevel = "INFO",
+    die_with_parent: Parent = None,
+) -> int:
+    """Run the coordinator: it owns the fleet's record and decides; it never touches a tensor's bytes."""
+    from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
+
+    settings = _settings(CoordinatorSettings, config, sets, listen=listen, state_dir=state_dir, run_id=run_id)
+    _prepare("coordinator", log_level, die_with_parent)
+    return asyncio.run(run_coordinator(settings))
+
+
+@reported
+def engine(
+    config: Config = None,
+    listen: Annotated[
+        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve; port 0 takes any free one.")
+    ] = None,
+    coordinator: Annotated[
+        str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
+    ] = None,
+    sets: Sets = None,
+    log_level: LogLevel = "INFO",
+    die_with_parent: Parent = None,
+) -> int:
+    """Run an engine agent with its engine: the only writer of that engine's weights."""
+    from engine_agent.agent import EngineSettings, run_engine
+
+    settings = _settings(EngineSettings, config, sets, listen=listen, coordinator=coordinator)
+    _prepare("engine", log_level, die_with_parent)
+    return asyncio.run(run_engine(settings))
+
+
+@reported
+def trainer(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- SCRIPT [ARGS]", help="What each rank runs, and its arguments.")
+    ] = None,
+    config: Config = None,
+    coordinator: Annotated[
+        str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
+    ] = None,
+    sets: Sets = None,
+    log_level: LogLevel = "INFO",
+    die_with_parent: Parent = None,
+) -> int:
+    """Run a trainer agent: it starts the training ranks and speaks for them."""
+    from trainer_agent.agent import TrainerSettings, run_trainer
+
+    settings = _settings(TrainerSettings, config, sets, coordinator=coordinator)
+    if not command:
+        raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
+    _prepare("trainer", log_level, die_with_parent)
+    return asyncio.run(run_trainer(settings, command))
+
+
+def _settings(cls: type[T], config: Path | None, sets: list[str] | None, **flags: Any) -> T:
+    """From the file, then --set, then the options of their own."""
+    from controlplane.config import Text, load, parse_overrides
+
+    given = {name: Text(value) for name, value in flags.items() if value is not None}
+    return load(cls, config, parse_overrides(sets or []) | given)
+
+
+def _prepare(component: str, log_level: str, parent: int | None) -> None:
+    from controlplane.processes import die_with_parent
+    from controlplane.rpc.logs import configure_logging
+
+    configure_logging(component, level=log_level.upper())
+    if parent is not None:
+        die_with_parent(parent)

@@ -1,0 +1,1 @@
+"""`weightplane demo`: the main job on one machine, every part of it a real process."""

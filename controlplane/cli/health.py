@@ -1,0 +1,41 @@
+"""`weightplane health`: the standard gRPC health check, for probes and scripts."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from controlplane.cli.ending import reported
+from controlplane.exit_codes import ExitCode
+
+
+@reported
+def health(
+    addr: Annotated[str, typer.Option("--addr", metavar="HOST:PORT", help="Whom to ask.")] = "127.0.0.1:7070",
+    service: Annotated[
+        str, typer.Option("--service", metavar="NAME", help="One service, such as weightplane.v1.Rollout.")
+    ] = "",
+    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait.")] = 5.0,
+) -> int:
+    """Ask a coordinator or an agent whether it serves. Ends with 0 only if it says so."""
+    return asyncio.run(_health(addr, service, timeout))
+
+
+async def _health(addr: str, service: str, timeout: float) -> int:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    from controlplane.rpc.channels import open_channel
+    from controlplane.rpc.errors import from_rpc_error
+
+    async with open_channel(addr) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        try:
+            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+    word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
+    typer.echo(word)
+    return ExitCode.OK if word == "SERVING" else ExitCode.FAILED

@@ -1,0 +1,55 @@
+"""The command `weightplane`: what is in it, and how it ends.
+
+Nothing heavy is imported before a command needs it: `--help` answers at once on a machine without torch or vLLM.
+Each command ends with a code of `controlplane.exit_codes`; an expected error is one line on stderr, never a traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from controlplane.cli import daemons, health, status
+from controlplane.cli.demo.command import demo
+
+app = typer.Typer(
+    name="weightplane",
+    help="Carries weights from RL trainers to rollout engines; nothing is served under a version that it is not.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+app.command(short_help="Run the coordinator.")(daemons.coordinator)
+app.command(short_help="Run an engine agent with its engine.")(daemons.engine)
+app.command(short_help="Run a trainer agent with its training ranks.")(daemons.trainer)
+app.command(short_help="Train a small model on this machine.")(demo)
+app.command(short_help="Show engines, trainers and updates.")(status.status)
+app.command(short_help="Ask a daemon whether it serves.")(health.health)
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"weightplane {version('weightplane')}")
+        raise typer.Exit
+
+
+@app.callback()
+def weightplane(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Carries weights from RL trainers to rollout engines; nothing is served under a version that it is not."""
+
+
+def main() -> None:
+    """Entry point. Ends by SystemExit with the command's code."""
+    app(prog_name="weightplane")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""The coordinator process: ledger, core, services, until a signal.
+
+Order of a start: the ledger gives this life's term, durably; then the port is bound; then agents come. Order
+of an end: not serving any more, streams end, the ledger closes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from controlplane.coordinator.hub import Hub
+from controlplane.coordinator.services import FleetService, OperatorService
+from controlplane.core.errors import LedgerError
+from controlplane.core.fleet import FleetCore, FleetSettings
+from controlplane.core.plan import Transport
+from controlplane.core.versions import RunId
+from controlplane.exit_codes import ExitCode
+from controlplane.ledger import SqliteLedger
+from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+TICKS_PER_TTL = 10
+"""How finely silence is noticed."""
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSettings:
+    """How a coordinator runs."""
+
+    listen: str = "127.0.0.1:7070"
+    """Address to serve on; port 0 takes any free one, which the log line `coordinator_ready` names."""
+    state_dir: Path = Path("weightplane-state")
+    """Directory of the ledger."""
+    run_id: str = "default"
+    """The run that agents and clients must name."""
+    heartbeat_seconds: float = 1.0
+    """How often agents send their state when nothing changes."""
+    lease_ttl_seconds: float = 10.0
+    """Silence after which an agent is UNKNOWN and a trainer's lease may be taken over."""
+    step_limit_seconds: float = 3600.0
+    """A lease is renewed only while the trainer's step or phase moves within this time."""
+    ready_limit_seconds: float = 300.0
+    """Longest time from an update's begin to go."""
+    go_limit_seconds: float = 120.0
+    """Longest time from go to the last required outcome."""
+    transport: str = "auto"
+    """auto, shared_memory or inline: how bytes reach engines."""
+    address_file: Path | None = None
+    """Written with the bound address once it serves; for launchers that passed port 0."""
+
+
+async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
+    """Serve until SIGINT, SIGTERM or `stop`. Returns the exit code."""
+    writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
+    ledger = SqliteLedger(settings.state_dir / "ledger.sqlite")
+    loop = asyncio.get_running_loop()
+    try:
+        recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
+        core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
+        hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
+        server = await start_server(settings.listen, _services(hub))
+    except LedgerError as error:
+        log.error("ledger_failed", cause=str(error))
+        return ExitCode.LEDGER
+    except PortUnavailable as error:
+        log.error("port_unavailable", cause=str(error))
+        await loop.run_in_executor(writer, ledger.close)
+        return ExitCode.PORT_IN_USE
+    try:
+        return await _serve(settings, hub, server, stop or asyncio.Event())
+    finally:
+        await server.stop()
+        await loop.run_in_executor(writer, ledger.close)
+        writer.shutdown()
+        log.info("coordinator_stopped")
+
+
+async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer, stop: asyncio.Event) -> int:
+    await server.set_serving(not hub.core.recovering)
+    ticker = asyncio.create_task(hub.tick_forever(settings.lease_ttl_seconds / TICKS_PER_TTL))
+    readiness = asyncio.create_task(_follow_readiness(hub, server))
+    signalled = asyncio.create_task(wait_for_signal(stop))
+    log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
+    if settings.address_file is not None:
+        _publish(settings.address_file, server.address)
+    try:
+        ends: set[asyncio.Future[Any]] = {ticker, signalled, hub.failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        if hub.failed.done():
+            log.error("ledger_failed", cause=str(hub.failed.result()))
+            return ExitCode.LEDGER
+        if ticker.done():
+            ticker.result()
+        return ExitCode.OK
+    finally:
+        for task in (ticker, readiness, signalled):
+            task.cancel()
+
+
+async def _follow_readiness(hub: Hub, server: RunningServer) -> None:
+    """NOT_SERVING while recovering: reads are allowed, updates are not."""
+    async for view in hub.view.watch():
+        await server.set_serving(not view.recovering)
+
+
+def _publish(path: Path, address: str) -> None:
+    """Atomically: a reader finds the whole address or no file."""
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(address)
+    scratch.rename(path)
+
+
+def _fleet_settings(settings: CoordinatorSettings) -> FleetSettings:
+    return FleetSettings(
+        run_id=RunId(settings.run_id),
+        lease_ttl_seconds=settings.lease_ttl_seconds,
+        step_limit_seconds=settings.step_limit_seconds,
+        ready_limit_seconds=settings.ready_limit_seconds,
+        go_limit_seconds=settings.go_limit_seconds,
+        transport=None if settings.transport == "auto" else Transport(settings.transport),
+    )
+
+
+def _services(hub: Hub) -> list[Callable[[grpc.aio.Server], str]]:
+    def add_fleet(server: grpc.aio.Server) -> str:
+        fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(hub), server)
+        return fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
+
+    def add_operator(server: grpc.aio.Server) -> str:
+        operator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(hub), server)
+        return operator_pb2.DESCRIPTOR.services_by_name["Operator"].full_name
+
+    return [add_fleet, add_operator]

@@ -1,0 +1,203 @@
+"""Where events meet the core and effects leave it.
+
+One event at a time: its effects are carried out, in order, before the next event is decided. So nothing is told
+before it is in the ledger, and what people read is never ahead of the disk. A ledger that cannot write ends the
+coordinator (`failed` is set): a restart knows only what was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+
+import structlog
+
+from controlplane.coordinator import views
+from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
+from controlplane.core.fleet import (
+    BroadcastState,
+    CloseSession,
+    Effect,
+    Event,
+    FleetCore,
+    Save,
+    Tick,
+    UpdateChanged,
+    UpdatePlanned,
+    ViewChanged,
+    Welcome,
+)
+from controlplane.core.update_transaction import UpdateTransaction
+from controlplane.core.versions import ModelName, RunId, Term, UpdateId
+from controlplane.ledger import Ledger
+from controlplane.rpc.codec import seconds_to_proto
+from controlplane.rpc.latest import Latest
+from weightplane.v1 import fleet_pb2, operator_pb2
+
+log = structlog.get_logger(__name__)
+
+MAX_PENDING_FRAMES = 256
+"""Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
+
+
+class Outbox:
+    """What goes to one session: the welcome, then states, then perhaps an error that ends it."""
+
+    def __init__(self) -> None:
+        self._frames: asyncio.Queue[fleet_pb2.SessionResponse | WeightplaneError] = asyncio.Queue(MAX_PENDING_FRAMES)
+
+    def put(self, item: fleet_pb2.SessionResponse | WeightplaneError) -> None:
+        if self._frames.full():
+            self._frames.get_nowait()  # states are level-triggered: the oldest is the one nobody needs
+        self._frames.put_nowait(item)
+
+    async def get(self) -> fleet_pb2.SessionResponse:
+        """The next frame. Raises the error that ends the session."""
+        item = await self._frames.get()
+        if isinstance(item, WeightplaneError):
+            raise item
+        return item
+
+
+class Hub:
+    """The coordinator's one writer."""
+
+    def __init__(self, core: FleetCore, ledger: Ledger, writer: ThreadPoolExecutor, heartbeat_seconds: float) -> None:
+        self.core = core
+        self.heartbeat_seconds = heartbeat_seconds
+        self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
+        self.view: Latest[operator_pb2.FleetView] = Latest(self._view())
+        self._ledger = ledger
+        self._writer = writer
+        self._lock = asyncio.Lock()
+        self._outboxes: dict[int, Outbox] = {}
+        self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
+        self._routes: dict[ModelName, Latest[fleet_pb2.WatchRoutesResponse]] = {}
+        self._next_session = 0
+        for update in core.updates.values():
+            self._publish_update(update)
+
+    # ---- sessions ----
+
+    def new_session(self) -> tuple[int, Outbox]:
+        self._next_session += 1
+        outbox = self._outboxes[self._next_session] = Outbox()
+        return self._next_session, outbox
+
+    def drop_session(self, session: int) -> None:
+        self._outboxes.pop(session, None)
+
+    # ---- events ----
+
+    async def handle(self, event: Event) -> list[Effect]:
+        """Decide an event and carry its effects out. Raises what the core refuses with."""
+        async with self._lock:
+            effects = self.core.handle(event, time.monotonic())
+            # Shielded: a caller that leaves must not leave half of the effects undone.
+            await asyncio.shield(self._carry_out(effects))
+            return effects
+
+    async def begin_update(self, event: Event) -> UpdateTransaction:
+        effects = await self.handle(event)
+        return next(e.update for e in effects if isinstance(e, UpdatePlanned))
+
+    async def tick_forever(self, interval_seconds: float) -> None:
+        while True:
+            await asyncio.sleep(interval_seconds)
+            await self.handle(Tick())
+
+    async def _carry_out(self, effects: list[Effect]) -> None:
+        changed = False
+        for effect in effects:
+            match effect:
+                case Save(record):
+                    await self._save(record)
+                case Welcome(session, term):
+                    self._send(session, fleet_pb2.SessionResponse(welcome=self._welcome(term)))
+                case CloseSession(session, error):
+                    if session in self._outboxes:
+                        self._outboxes[session].put(error)
+                case BroadcastState():
+                    self._broadcast()
+                case UpdateChanged(update_id):
+                    self._publish_update(self.core.updates[update_id])
+                    changed = True
+                case ViewChanged():
+                    changed = True
+                case UpdatePlanned():
+                    pass  # the answer to its caller
+        if changed:
+            self._publish_views()
+
+    async def _save(self, record: object) -> None:
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._writer, self._ledger.save, record)  # type: ignore[arg-type]
+        except LedgerError as error:
+            if not self.failed.done():
+                self.failed.set_result(error)
+            raise
+        log.info("record_written", kind=type(record).__name__, record=str(record))
+
+    # ---- telling ----
+
+    def _welcome(self, trainer_term: Term) -> fleet_pb2.Welcome:
+        return fleet_pb2.Welcome(
+            coordinator_term=self.core.term,
+            heartbeat_interval=seconds_to_proto(self.heartbeat_seconds),
+            lease_ttl=seconds_to_proto(self.core.settings.lease_ttl_seconds),
+            trainer_term=trainer_term,
+            state=views.fleet_state(self.core),
+        )
+
+    def _send(self, session: int, frame: fleet_pb2.SessionResponse) -> None:
+        outbox = self._outboxes.get(session)
+        if outbox is not None:
+            outbox.put(frame)
+
+    def _broadcast(self) -> None:
+        frame = fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core))
+        for outbox in self._outboxes.values():
+            outbox.put(frame)
+
+    def _publish_update(self, update: UpdateTransaction) -> None:
+        state = views.update_state(update)
+        topic = self._updates.get(update.update_id)
+        if topic is None:
+            self._updates[update.update_id] = Latest(state)
+        elif topic.value != state:
+            topic.set(state)
+        for gone in self._updates.keys() - self.core.updates.keys():
+            del self._updates[gone]
+
+    def _publish_views(self) -> None:
+        self.view.set(self._view())
+        for model, topic in self._routes.items():
+            new = views.routes(self.core, model, topic.value.revision + 1)
+            if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
+                topic.set(new)
+
+    def _view(self) -> operator_pb2.FleetView:
+        return views.fleet_view(self.core, time.monotonic(), time.time())
+
+    # ---- watching ----
+
+    def check_run(self, run_id: str) -> None:
+        """An empty run id means this one."""
+        if run_id and run_id != self.core.settings.run_id:
+            raise WrongRun(expected=self.core.settings.run_id, got=run_id)
+
+    def watch_routes(self, run_id: str, model: ModelName) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
+        self.check_run(run_id)
+        topic = self._routes.get(model)
+        if topic is None:
+            topic = self._routes[model] = Latest(views.routes(self.core, model, 0))
+        return topic.watch()
+
+    def watch_update(self, run_id: RunId, update_id: UpdateId) -> AsyncIterator[fleet_pb2.UpdateState]:
+        self.check_run(run_id)
+        topic = self._updates.get(update_id)
+        if topic is None:
+            raise UnknownUpdate(update_id=update_id)
+        return topic.watch()

@@ -1,0 +1,193 @@
+"""The coordinator's services: decode, ask the hub, encode. Decisions are in `controlplane.core.fleet`."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import structlog
+
+from controlplane.coordinator import views
+from controlplane.coordinator.hub import Hub
+from controlplane.core import fleet
+from controlplane.core.errors import FrameOutOfOrder, PeerLost
+from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.versions import (
+    DeviceUuid,
+    EngineId,
+    Incarnation,
+    ModelName,
+    Rank,
+    RunId,
+    Term,
+    TrainerId,
+    UpdateId,
+)
+from controlplane.rpc.codec import seconds_from_proto, version_to_proto
+from controlplane.rpc.engine_codec import state_from_proto
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+HELLO_LIMIT_SECONDS = 10.0
+"""A session whose first frame has not come by then is closed."""
+
+_FINAL = (fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UPDATE_PHASE_DEGRADED, fleet_pb2.UPDATE_PHASE_FAILED)
+
+
+class FleetService(fleet_pb2_grpc.FleetServicer):
+    """weightplane.v1.Fleet."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    async def Session(
+        self, request_iterator: AsyncIterator[fleet_pb2.SessionRequest], context: Any
+    ) -> AsyncIterator[fleet_pb2.SessionResponse]:
+        session, outbox = self._hub.new_session()
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            while True:
+                next_frame = asyncio.ensure_future(outbox.get())
+                await asyncio.wait({next_frame, reader}, return_when=asyncio.FIRST_COMPLETED)
+                if next_frame.done():
+                    yield next_frame.result()
+                    continue
+                next_frame.cancel()
+                reader.result()  # raises what the reader was refused with
+                return
+        finally:
+            reader.cancel()
+            self._hub.drop_session(session)
+            # However it ended: the agent is silent from now on, unless it said goodbye (then this changes nothing).
+            await self._hub.handle(fleet.SessionEnded(session, goodbye=False))
+
+    async def _read(self, session: int, requests: AsyncIterator[fleet_pb2.SessionRequest]) -> None:
+        """Frames of one agent, until its goodbye or its silence."""
+        iterator = aiter(requests)
+        try:
+            async with asyncio.timeout(HELLO_LIMIT_SECONDS):
+                hello = await anext(iterator)
+        except (TimeoutError, StopAsyncIteration):
+            raise PeerLost(peer="agent", cause="no hello came") from None
+        await self._hub.handle(_hello_event(session, hello))
+        async for frame in iterator:
+            kind = frame.WhichOneof("frame")
+            if kind == "goodbye":
+                log.info("agent_left", reason=frame.goodbye.reason)
+                await self._hub.handle(fleet.SessionEnded(session, goodbye=True))
+                return
+            await self._hub.handle(_status_event(session, frame))
+
+    async def BeginUpdate(self, request: fleet_pb2.BeginUpdateRequest, context: Any) -> fleet_pb2.BeginUpdateResponse:
+        limit = seconds_from_proto(request.ready_limit) if request.HasField("ready_limit") else None
+        update = await self._hub.begin_update(
+            fleet.UpdateRequested(
+                update_id=UpdateId(uuid.uuid4().hex),
+                request_id=request.request_id,
+                run_id=RunId(request.run_id),
+                model=ModelName(request.model),
+                term=Term(request.term),
+                step=request.step if request.HasField("step") else None,
+                ready_limit_seconds=limit,
+            )
+        )
+        return fleet_pb2.BeginUpdateResponse(
+            update_id=update.update_id, version=version_to_proto(update.version), plan=views.plan(update.plan)
+        )
+
+    async def WatchUpdate(
+        self, request: fleet_pb2.WatchUpdateRequest, context: Any
+    ) -> AsyncIterator[fleet_pb2.WatchUpdateResponse]:
+        async for state in self._hub.watch_update(RunId(request.run_id), UpdateId(request.update_id)):
+            yield fleet_pb2.WatchUpdateResponse(state=state)
+            if state.phase in _FINAL:
+                return
+
+    async def AbortUpdate(self, request: fleet_pb2.AbortUpdateRequest, context: Any) -> fleet_pb2.AbortUpdateResponse:
+        update_id = UpdateId(request.update_id)
+        await self._hub.handle(
+            fleet.AbortRequested(RunId(request.run_id), update_id, Term(request.term), request.reason)
+        )
+        return fleet_pb2.AbortUpdateResponse(state=views.update_state(self._hub.core.updates[update_id]))
+
+    async def WatchRoutes(
+        self, request: fleet_pb2.WatchRoutesRequest, context: Any
+    ) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
+        async for routes in self._hub.watch_routes(request.run_id, ModelName(request.model)):
+            yield routes
+
+
+class OperatorService(operator_pb2_grpc.OperatorServicer):
+    """weightplane.v1.Operator."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+
+    async def GetFleet(self, request: operator_pb2.GetFleetRequest, context: Any) -> operator_pb2.GetFleetResponse:
+        self._hub.check_run(request.run_id)
+        return operator_pb2.GetFleetResponse(fleet=self._hub.view.value)
+
+    async def WatchFleet(
+        self, request: operator_pb2.WatchFleetRequest, context: Any
+    ) -> AsyncIterator[operator_pb2.WatchFleetResponse]:
+        self._hub.check_run(request.run_id)
+        async for view in self._hub.view.watch():
+            yield operator_pb2.WatchFleetResponse(fleet=view)
+
+
+def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> fleet.Event:
+    kind = frame.WhichOneof("frame")
+    if kind == "engine_hello":
+        return _engine_event(session, frame.engine_hello)
+    if kind == "trainer_hello":
+        return _trainer_event(session, frame.trainer_hello)
+    raise FrameOutOfOrder(expected="a hello", got=kind or "nothing")
+
+
+def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> fleet.EngineConnected:
+    state = state_from_proto(hello.status)
+    place = EnginePlace(
+        EngineId(state.engine_id),
+        state.incarnation,
+        hello.endpoint,
+        hello.host_id,
+        tuple(DeviceUuid(d) for d in hello.device_uuids),
+    )
+    return fleet.EngineConnected(
+        session,
+        place,
+        state,
+        hello.status.gate_open,
+        tuple(hello.capabilities),
+        Term(hello.max_term),
+        Term(hello.max_coordinator_term),
+    )
+
+
+def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> fleet.TrainerConnected:
+    ranks = (RankPlace(Rank(r.rank), r.host_id, DeviceUuid(r.device_uuid)) for r in hello.ranks)
+    return fleet.TrainerConnected(
+        session,
+        RunId(hello.run_id),
+        ModelName(hello.model),
+        TrainerId(hello.trainer_id),
+        Incarnation(hello.incarnation),
+        tuple(sorted(ranks, key=lambda r: r.rank)),
+        Term(hello.held_term),
+        hello.ended_incarnation,
+        hello.takeover,
+    )
+
+
+def _status_event(session: int, frame: fleet_pb2.SessionRequest) -> fleet.Event:
+    kind = frame.WhichOneof("frame")
+    if kind == "engine_status":
+        return fleet.EngineReported(session, state_from_proto(frame.engine_status), frame.engine_status.gate_open)
+    if kind == "trainer_status":
+        status = frame.trainer_status
+        step = status.step if status.HasField("step") else None
+        return fleet.TrainerReported(session, Term(status.term), step, status.phase, status.progress)
+    raise FrameOutOfOrder(expected="a status or a goodbye", got=kind or "nothing")

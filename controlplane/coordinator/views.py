@@ -1,0 +1,140 @@
+"""What the coordinator shows: the core's records as messages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from controlplane.core.fleet import FleetCore
+from controlplane.core.fleet_records import EngineRecord, TrainerRecord
+from controlplane.core.plan import Plan, Transport
+from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.versions import ModelName
+from controlplane.rpc.codec import engine_ref, version_to_proto
+from controlplane.rpc.engine_codec import STAGES, state_to_proto
+from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, weight_update_pb2
+
+_TRANSPORTS = {t: weight_update_pb2.Transport.Value(f"TRANSPORT_{t.name}") for t in Transport}
+_PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
+
+
+def fleet_state(core: FleetCore) -> fleet_pb2.FleetState:
+    models = [
+        fleet_pb2.ModelState(model=name, term=m.term, served=[version_to_proto(v) for v in m.served], ordinal=m.ordinal)
+        for name, m in sorted(core.models.items())
+    ]
+    return fleet_pb2.FleetState(revision=core.revision, models=models)
+
+
+def routes(core: FleetCore, model: ModelName, revision: int) -> fleet_pb2.WatchRoutesResponse:
+    found = [r for _, r in sorted(core.engines.items()) if r.state.model == model and core.routable(r)]
+    return fleet_pb2.WatchRoutesResponse(
+        run_id=core.settings.run_id,
+        revision=revision,
+        routes=[_route(r) for r in found],
+        served=[version_to_proto(v) for v in core.model(model).served],
+    )
+
+
+def update_state(update: UpdateTransaction) -> fleet_pb2.UpdateState:
+    return fleet_pb2.UpdateState(
+        update_id=update.update_id,
+        model=update.model,
+        version=version_to_proto(update.version),
+        step=update.step,
+        phase=_PHASES[update.phase],
+        cause=update.cause,
+        engines=[_outcome(o) for _, o in sorted(update.outcomes.items())],
+    )
+
+
+def plan(made: Plan) -> fleet_pb2.Plan:
+    assignments = [
+        fleet_pb2.Assignment(
+            engine=engine_ref(a.engine.engine_id, a.engine.incarnation),
+            endpoint=a.engine.endpoint,
+            ranks=a.ranks,
+            leader=a.leader,
+            transport=_TRANSPORTS[a.transport],
+            required=a.required,
+            reason=a.reason,
+            device_uuids=a.device_uuids,
+        )
+        for a in made.assignments
+    ]
+    return fleet_pb2.Plan(revision=made.revision, digest=made.digest, assignments=assignments)
+
+
+def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.FleetView:
+    """Everything. `now` is the core's monotonic time and `wall_now` the clock's, to date what is known."""
+    shift = wall_now - now
+    return operator_pb2.FleetView(
+        run_id=core.settings.run_id,
+        coordinator_term=core.term,
+        recovering=core.recovering,
+        state=fleet_state(core),
+        engines=[_engine_view(core, r, shift) for _, r in sorted(core.engines.items())],
+        trainers=[_trainer_view(t, shift) for _, t in sorted(core.trainers.items())],
+        updates=[update_state(u) for u in _newest_first(core.updates.values())],
+    )
+
+
+def _newest_first(updates: Iterable[UpdateTransaction]) -> list[UpdateTransaction]:
+    return sorted(updates, key=lambda u: -u.version.number)
+
+
+def _route(record: EngineRecord) -> fleet_pb2.Route:
+    route = fleet_pb2.Route(
+        engine=engine_ref(record.place.engine_id, record.place.incarnation),
+        endpoint=record.place.endpoint,
+        live_requests=record.state.live_requests,
+    )
+    if record.state.applied is not None:
+        route.applied.CopyFrom(version_to_proto(record.state.applied))
+    return route
+
+
+def _outcome(outcome: Outcome) -> fleet_pb2.EngineOutcome:
+    return fleet_pb2.EngineOutcome(
+        engine=engine_ref(outcome.engine_id, outcome.incarnation),
+        required=outcome.required,
+        stage=STAGES[outcome.stage] if outcome.stage is not None else engine_pb2.UPDATE_STAGE_UNSPECIFIED,
+        lost=outcome.lost,
+        error_reason=outcome.error_reason,
+        error_message=outcome.error_message,
+    )
+
+
+def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operator_pb2.EngineView:
+    served = frozenset(core.model(record.state.model).served)
+    return operator_pb2.EngineView(
+        status=state_to_proto(record.state, served),
+        known=record.session is not None,
+        report_time=_timestamp(record.reported_at + shift),
+        routable=core.routable(record),
+        endpoint=record.place.endpoint,
+        device_uuids=record.place.device_uuids,
+    )
+
+
+def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerView:
+    status = fleet_pb2.TrainerStatus(
+        term=trainer.term, step=trainer.step, phase=trainer.phase, progress=trainer.progress
+    )
+    return operator_pb2.TrainerView(
+        trainer_id=trainer.trainer_id,
+        model=trainer.model,
+        incarnation=trainer.incarnation,
+        term=trainer.term,
+        status=status,
+        connected=trainer.session is not None,
+        lease_expire_time=_timestamp(trainer.expires_at + shift),
+        rank_count=len(trainer.ranks),
+    )
+
+
+def _timestamp(seconds: float) -> Timestamp:
+    stamp = Timestamp()
+    stamp.FromNanoseconds(int(seconds * 1e9))
+    return stamp

@@ -1,0 +1,618 @@
+"""The engine agent's decisions: who may write, what a stream's frames mean, what the engine claims.
+
+`EngineCore.handle(event, now)` takes what happened and returns what to do; it does no I/O and knows no clock. A refusal
+is a typed error, raised with the state untouched. The agent carries events in and effects out, in order.
+
+The life of an update here: Opened → (LayoutArrived) → ChunkArrived* → BytesVerified → CommitArrived → Quiesced →
+Installed → CanaryPassed. Up to CommitArrived an end of the stream is an abort and costs nothing (INV-3, INV-4);
+from CommitArrived on the agent owns the install and the stream may come and go (INV-6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from controlplane.core import errors as e
+from controlplane.core.assembly import Assembly, Record
+from controlplane.core.engine_state import (
+    EngineState,
+    Held,
+    Hold,
+    HoldKind,
+    Life,
+    Poisoned,
+    Progress,
+    Stage,
+    Timings,
+    Unset,
+    Weights,
+)
+from controlplane.core.layout import Expected, Layout
+from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+
+MAX_LAYOUTS = 8
+"""Layouts remembered by digest; a run has one a model, or two while it changes."""
+
+# ---- events -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The engine's processes run; `expected` is what an update must cover."""
+
+    expected: Expected
+
+
+@dataclass(frozen=True, slots=True)
+class Died:
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class FleetChanged:
+    """The coordinator's welcome or a later state: what is served, and the model's term."""
+
+    coordinator_term: Term
+    term: Term
+    served: frozenset[WeightVersion]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The first frame of a stream; see UpdateOpen."""
+
+    stream: int
+    run_id: RunId
+    model: ModelName
+    incarnation: Incarnation
+    update_id: UpdateId
+    writer_term: Term
+    version: WeightVersion
+    layout_digest: bytes
+    tensor_count: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutArrived:
+    stream: int
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkArrived:
+    stream: int
+    version: WeightVersion
+    index: int
+    records: Sequence[Record]
+    buffer_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class BytesVerified:
+    """Every tensor's checksum was computed over what came, and was right."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitArrived:
+    stream: int
+    version: WeightVersion
+    chunk_count: int
+    byte_count: int
+    content_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """The stream is over: by its end, a broken connection, silence, a refusal or an abort frame."""
+
+    stream: int
+    cause: str
+    reason: str = "UPDATE_ABORTED"
+
+
+@dataclass(frozen=True, slots=True)
+class Quiesced:
+    """No forward pass runs and every token made is with its consumer. The next step touches weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryPassed:
+    """The last step of an install: the engine holds the version."""
+
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class InstallEnded:
+    """The install did not work. `touched`: some byte may have been installed."""
+
+    error: e.WeightplaneError
+    touched: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SpansDisagreed:
+    """INV-11: our account of who made which token is not the engine's."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class HoldChanged:
+    hold: Hold
+    present: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RequestsCounted:
+    live: int
+    waiting: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """The agent ends."""
+
+
+Event = (
+    Started
+    | Died
+    | FleetChanged
+    | Opened
+    | LayoutArrived
+    | ChunkArrived
+    | BytesVerified
+    | CommitArrived
+    | StreamEnded
+    | Quiesced
+    | CanaryPassed
+    | InstallEnded
+    | SpansDisagreed
+    | HoldChanged
+    | RequestsCounted
+    | Stopping
+)
+
+# ---- effects ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Remember:
+    """Write to the agent's disk, before anything that follows."""
+
+    term: Term
+    coordinator_term: Term
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Accept:
+    stream: int
+    layout_needed: bool
+    attached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verify:
+    """Compute the checksums of these tensors; then all is in, if `last`."""
+
+    stream: int
+    tensors: tuple[int, ...]
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SendReady:
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartInstall:
+    """Begin the install; it runs to its end whatever happens to the stream."""
+
+    stream: int
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class EndStream:
+    """Answer the stream with this error, and drop what it staged."""
+
+    stream: int
+    error: e.WeightplaneError
+
+
+@dataclass(frozen=True, slots=True)
+class DropStaged:
+    """Unmap what that stream staged; nothing of it will be read any more."""
+
+    stream: int
+
+
+@dataclass(frozen=True, slots=True)
+class InstallDecided:
+    """Tell every stream attached to the update how it ended: None is applied."""
+
+    update_id: UpdateId
+    error: e.WeightplaneError | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The state changed: send it whole, and look at the gate again."""
+
+
+Effect = Remember | Accept | Verify | SendReady | StartInstall | EndStream | DropStaged | InstallDecided | Report
+
+
+@dataclass
+class Update:
+    """One attempt under way."""
+
+    stream: int
+    update_id: UpdateId
+    version: WeightVersion
+    writer_term: Term
+    byte_count: int
+    layout_digest: bytes
+    assembly: Assembly | None = None
+    verified: bool = False
+    content_digest: bytes = b""
+    held_before: Weights = field(default_factory=Unset)
+
+
+class EngineCore:
+    """The decisions for one incarnation of one engine."""
+
+    def __init__(self, state: EngineState, *, term: Term, coordinator_term: Term, number: int) -> None:
+        """`term`, `coordinator_term` and `number` are the highest that the agent's disk remembers (INV-7)."""
+        self.state = state
+        self.served: frozenset[WeightVersion] = frozenset()
+        self.term = term
+        self.coordinator_term = coordinator_term
+        self.number = number
+        self.welcomed = False
+        self.expected: Expected | None = None
+        self._layouts: dict[bytes, Layout] = {}
+        self._update: Update | None = None
+        self._highest_applied = -1
+        self._digest_of_highest = b""
+
+    @property
+    def gate_open(self) -> bool:
+        return self.state.gate_open(self.served)
+
+    @property
+    def update(self) -> Update | None:
+        return self._update
+
+    def handle(self, event: Event, now: float) -> list[Effect]:
+        """Decide. Raises a `Refused` with the state untouched. `now` is the caller's monotonic time, seconds."""
+        return _HANDLERS[type(event)](self, event)
+
+    # ---- life ----
+
+    def _started(self, event: Started) -> list[Effect]:
+        self.expected = event.expected
+        return self._become(life=Life.RUNNING)
+
+    def _died(self, event: Died) -> list[Effect]:
+        """The weights went with the process: this incarnation holds nothing and never will again."""
+        update, self._update = self._update, None
+        effects = self._become(life=Life.DEAD, weights=Unset())
+        if update is None:
+            return effects
+        error = e.EngineDied(engine_id=self.state.engine_id, cause=event.cause)
+        installing = self.state.installing
+        self._progress(update, Stage.FAILED if installing else Stage.ABORTED, error)
+        ended: Effect = InstallDecided(update.update_id, error) if installing else EndStream(update.stream, error)
+        return [*effects, ended]
+
+    def _stopping(self, event: Stopping) -> list[Effect]:
+        return self._become(life=Life.STOPPING)
+
+    def _fleet_changed(self, event: FleetChanged) -> list[Effect]:
+        if event.coordinator_term < self.coordinator_term:
+            raise e.StaleTerm(model="(coordinator)", got=event.coordinator_term, current=self.coordinator_term)
+        self.welcomed = True
+        self.served = event.served
+        effects: list[Effect] = []
+        if event.coordinator_term > self.coordinator_term:
+            self.coordinator_term = event.coordinator_term
+            effects.append(self._remember())
+        return [*effects, *self._see_term(event.term), Report()]
+
+    def _see_term(self, term: Term) -> list[Effect]:
+        """INV-7: a higher term ends the lower one's update, unless its install began."""
+        effects: list[Effect] = []
+        if term > self.term:
+            self.term = term
+            effects.append(self._remember())
+        update = self._update
+        if update is not None and update.writer_term < self.term and not self.state.installing:
+            error = e.StaleTerm(model=self.state.model, got=update.writer_term, current=self.term)
+            effects += self._abort(update, error)
+        return effects
+
+    # ---- a stream, up to its commit ----
+
+    def _opened(self, event: Opened) -> list[Effect]:
+        self._check_identity(event)
+        if event.writer_term < self.term:
+            raise e.StaleTerm(model=self.state.model, got=event.writer_term, current=self.term)
+        if self._is_done_or_under_way(event):
+            return [*self._see_term(event.writer_term), Accept(event.stream, layout_needed=False, attached=True)]
+        self._check_version(event)
+        self._check_room(event)
+        update = Update(
+            stream=event.stream,
+            update_id=event.update_id,
+            version=event.version,
+            writer_term=event.writer_term,
+            byte_count=event.byte_count,
+            layout_digest=event.layout_digest,
+        )
+        layout = self._layouts.get(event.layout_digest)
+        if layout is not None:
+            self._check_layout(update, layout)
+        effects = self._see_term(event.writer_term)
+        if self._update is not None:
+            effects += self._abort(
+                self._update, e.UpdateAborted(update_id=update.update_id, cause="the same update was opened again")
+            )
+        self._update = update
+        self._progress(update, Stage.RECEIVING)
+        return [*effects, Accept(event.stream, layout_needed=layout is None, attached=False), Report()]
+
+    def _check_identity(self, event: Opened) -> None:
+        s = self.state
+        if not self.welcomed:
+            raise e.NotWelcomed(engine_id=s.engine_id)
+        if event.run_id != s.run_id:
+            raise e.WrongRun(expected=s.run_id, got=event.run_id)
+        if event.model != s.model:
+            raise e.WrongModel(expected=s.model, got=event.model)
+        if event.incarnation != s.incarnation:
+            raise e.WrongIncarnation(engine_id=s.engine_id, expected=s.incarnation, got=event.incarnation)
+        if s.life is not Life.RUNNING:
+            raise e.EngineNotReady(engine_id=s.engine_id, holds=s.life.value)
+
+    def _is_done_or_under_way(self, event: Opened) -> bool:
+        """INV-6: the same attempt again, past its commit: its install runs, or the engine holds it *now*."""
+        progress = self.state.progress
+        if progress is None or (progress.update_id, progress.version) != (event.update_id, event.version):
+            return False
+        return progress.stage is Stage.INSTALLING or (
+            progress.stage is Stage.APPLIED and self.state.applied == event.version
+        )
+
+    def _check_room(self, event: Opened) -> None:
+        """One update at a time. The same attempt again, before its commit, starts anew at chunk 0; a higher term
+        ends a lower one's update."""
+        update = self._update
+        if update is None:
+            return
+        same = (update.update_id, update.version) == (event.update_id, event.version)
+        fenced = update.writer_term < event.writer_term
+        if self.state.installing or not (same or fenced):
+            raise e.UpdateInProgress(update_id=update.update_id, version=str(update.version))
+
+    def _check_version(self, event: Opened) -> None:
+        """INV-5: never below what was applied in this incarnation, and not what is held already."""
+        applied = self.state.applied
+        if event.version.number < self._highest_applied or applied == event.version:
+            raise e.StaleVersion(
+                engine_id=self.state.engine_id, applied=self._highest_applied, got=event.version.number
+            )
+
+    def _layout_arrived(self, event: LayoutArrived) -> list[Effect]:
+        update = self._receiving(event.stream)
+        if update.assembly is not None:
+            raise e.FrameOutOfOrder(expected="a chunk", got="a layout")
+        self._check_layout(update, event.layout)
+        if len(self._layouts) >= MAX_LAYOUTS:
+            self._layouts.pop(next(iter(self._layouts)))
+        self._layouts[event.layout.digest] = event.layout
+        return []
+
+    def _check_layout(self, update: Update, layout: Layout) -> None:
+        if layout.digest != update.layout_digest:
+            raise e.LayoutUnknown(digest=update.layout_digest.hex())
+        if layout.byte_count != update.byte_count:
+            raise e.ByteCountMismatch(what="manifest", expected=layout.byte_count, got=update.byte_count)
+        if self.expected is not None:
+            self.expected.check(layout)
+        update.assembly = Assembly(layout)
+
+    def _chunk_arrived(self, event: ChunkArrived) -> list[Effect]:
+        update = self._receiving(event.stream)
+        self._check_frame_version(update, event.version)
+        if update.assembly is None:
+            raise e.FrameOutOfOrder(expected="the layout", got=f"chunk {event.index}")
+        if self.state.progress is not None and self.state.progress.stage is Stage.READY:
+            raise e.FrameOutOfOrder(expected="commit", got=f"chunk {event.index}")
+        completed = update.assembly.add(event.index, event.records, event.buffer_bytes)
+        self._progress(update, Stage.RECEIVING)
+        return [Verify(event.stream, tuple(completed), update.assembly.complete)]
+
+    def _bytes_verified(self, event: BytesVerified) -> list[Effect]:
+        update = self._receiving(event.stream)
+        if update.assembly is None or not update.assembly.complete:
+            raise e.FrameOutOfOrder(expected="every tensor", got="a part of them")
+        update.verified = True
+        update.content_digest = update.assembly.digest()
+        self._progress(update, Stage.READY)
+        return [SendReady(event.stream), Report()]
+
+    def _commit_arrived(self, event: CommitArrived) -> list[Effect]:
+        """INV-3: only this, and only if it states what really came."""
+        update = self._receiving(event.stream)
+        self._check_frame_version(update, event.version)
+        if update.assembly is None or not update.verified:
+            raise e.FrameOutOfOrder(expected="all chunks", got="commit")
+        if event.chunk_count != update.assembly.chunk_count:
+            raise e.ByteCountMismatch(what="chunks", expected=event.chunk_count, got=update.assembly.chunk_count)
+        if event.byte_count != update.assembly.byte_count:
+            raise e.ByteCountMismatch(what="bytes", expected=event.byte_count, got=update.assembly.byte_count)
+        if event.content_digest != update.content_digest:
+            raise e.ChecksumMismatch(
+                name="content", expected=event.content_digest.hex(), got=update.content_digest.hex()
+            )
+        if update.version.number == self._highest_applied and update.content_digest != self._digest_of_highest:
+            raise e.VersionConflict(
+                version=str(update.version), expected=self._digest_of_highest.hex(), got=update.content_digest.hex()
+            )
+        if update.writer_term < self.term:  # judged once more at the start of an install (INV-7)
+            raise e.StaleTerm(model=self.state.model, got=update.writer_term, current=self.term)
+        update.held_before = self.state.weights
+        hold = Hold(HoldKind.UPDATING, update.update_id)
+        self.state = replace(self.state, holds=self.state.holds | {hold})
+        self._progress(update, Stage.INSTALLING)
+        return [Report(), StartInstall(event.stream, update)]
+
+    def _stream_ended(self, event: StreamEnded) -> list[Effect]:
+        """INV-3: an end is never a commit. INV-4: before the commit frame it costs nothing."""
+        update = self._update
+        if update is None or update.stream != event.stream or self.state.installing:
+            return []
+        self._update = None
+        self._progress(update, Stage.ABORTED, reason=event.reason, message=event.cause)
+        return [DropStaged(event.stream), Report()]
+
+    def _receiving(self, stream: int) -> Update:
+        update = self._update
+        if update is None or update.stream != stream or self.state.installing:
+            progress = self.state.progress
+            cause = progress.error_message if progress is not None and progress.error_message else "it ended"
+            raise e.UpdateAborted(update_id=progress.update_id if progress else "", cause=cause)
+        return update
+
+    def _check_frame_version(self, update: Update, version: WeightVersion) -> None:
+        if version != update.version:
+            raise e.FrameOutOfOrder(expected=f"version {update.version}", got=f"version {version}")
+
+    def _abort(self, update: Update, error: e.WeightplaneError) -> list[Effect]:
+        self._update = None
+        self._progress(update, Stage.ABORTED, error)
+        return [EndStream(update.stream, error), DropStaged(update.stream), Report()]
+
+    # ---- an install ----
+
+    def _quiesced(self, event: Quiesced) -> list[Effect]:
+        """INV-1: unset before the first byte is installed."""
+        return self._become(weights=Unset())
+
+    def _canary_passed(self, event: CanaryPassed) -> list[Effect]:
+        """INV-1: set in the step that finished, to that manifest's version."""
+        update = self._installing()
+        self._highest_applied = update.version.number
+        self._digest_of_highest = update.content_digest
+        self.number = max(self.number, update.version.number)
+        self._end_install(update, Held(update.version, update.content_digest))
+        self._progress(update, Stage.APPLIED, timings=event.timings)
+        return [self._remember(), InstallDecided(update.update_id, None), Report()]
+
+    def _install_ended(self, event: InstallEnded) -> list[Effect]:
+        """INV-4: untouched leaves the old version in force; touched is poison. There is no third way."""
+        update = self._installing()
+        self._end_install(update, Poisoned(str(event.error)) if event.touched else update.held_before)
+        self._progress(update, Stage.FAILED if event.touched else Stage.ABORTED, event.error)
+        return [InstallDecided(update.update_id, event.error), Report()]
+
+    def _end_install(self, update: Update, weights: Weights) -> None:
+        self._update = None
+        self._set_weights(weights)
+        self.state = replace(self.state, holds=self.state.holds - {Hold(HoldKind.UPDATING, update.update_id)})
+
+    def _installing(self) -> Update:
+        if self._update is None or not self.state.installing:
+            raise AssertionError("no install is under way")
+        return self._update
+
+    def _spans_disagreed(self, event: SpansDisagreed) -> list[Effect]:
+        self._set_weights(Poisoned(event.cause))
+        return [Report()]
+
+    # ---- holds and counts ----
+
+    def _hold_changed(self, event: HoldChanged) -> list[Effect]:
+        holds = self.state.holds | {event.hold} if event.present else self.state.holds - {event.hold}
+        return self._become(holds=holds)
+
+    def _requests_counted(self, event: RequestsCounted) -> list[Effect]:
+        self.state = replace(self.state, live_requests=event.live, waiting_requests=event.waiting)
+        return []
+
+    # ---- helpers ----
+
+    def _become(
+        self,
+        life: Life | None = None,
+        weights: Weights | None = None,
+        holds: frozenset[Hold] | None = None,
+    ) -> list[Effect]:
+        if weights is not None:
+            self._set_weights(weights)
+        self.state = replace(
+            self.state,
+            life=self.state.life if life is None else life,
+            holds=self.state.holds if holds is None else holds,
+        )
+        return [Report()]
+
+    def _set_weights(self, weights: Weights) -> None:
+        """Poison comes with its hold, and goes with it."""
+        poison = Hold(HoldKind.POISONED, self.state.engine_id)
+        holds = self.state.holds | {poison} if isinstance(weights, Poisoned) else self.state.holds - {poison}
+        self.state = replace(self.state, weights=weights, holds=holds)
+
+    def _progress(
+        self,
+        update: Update,
+        stage: Stage,
+        error: e.WeightplaneError | None = None,
+        *,
+        reason: str = "",
+        message: str = "",
+        timings: Timings | None = None,
+    ) -> None:
+        self.state = replace(
+            self.state,
+            progress=Progress(
+                update_id=update.update_id,
+                version=update.version,
+                stage=stage,
+                bytes_received=update.assembly.byte_count if update.assembly else 0,
+                error_reason=error.reason if error else reason,
+                error_message=str(error) if error else message,
+                timings=timings,
+            ),
+        )
+
+    def _remember(self) -> Remember:
+        return Remember(self.term, self.coordinator_term, self.number)
+
+
+_HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
+    Started: EngineCore._started,
+    Died: EngineCore._died,
+    FleetChanged: EngineCore._fleet_changed,
+    Opened: EngineCore._opened,
+    LayoutArrived: EngineCore._layout_arrived,
+    ChunkArrived: EngineCore._chunk_arrived,
+    BytesVerified: EngineCore._bytes_verified,
+    CommitArrived: EngineCore._commit_arrived,
+    StreamEnded: EngineCore._stream_ended,
+    Quiesced: EngineCore._quiesced,
+    CanaryPassed: EngineCore._canary_passed,
+    InstallEnded: EngineCore._install_ended,
+    SpansDisagreed: EngineCore._spans_disagreed,
+    HoldChanged: EngineCore._hold_changed,
+    RequestsCounted: EngineCore._requests_counted,
+    Stopping: EngineCore._stopping,
+}

@@ -1,0 +1,152 @@
+"""What an engine is: the product life × weights × activity × holds, and what follows from it.
+
+One piece of code for the agent (which owns the state) and the coordinator (which keeps what was reported).
+Whether the gate is open and which word people see are derived, never stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, UpdateId, WeightVersion
+
+
+class Life(Enum):
+    """Whether the engine's processes run."""
+
+    STARTING = "starting"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Unset:
+    """No version: nothing was applied in this incarnation, or an install is under way (INV-1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Exactly this version; the digest names its bytes."""
+
+    version: WeightVersion
+    content_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Poisoned:
+    """A mixture (INV-4). Only a full update or a new incarnation heals it."""
+
+    cause: str
+
+
+Weights = Unset | Held | Poisoned
+
+
+class HoldKind(Enum):
+    OPERATOR = "operator"
+    UPDATING = "updating"
+    ASLEEP = "asleep"
+    DRAINING = "draining"
+    POISONED = "poisoned"
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """A named reason to keep the gate shut. Only its owner's word ends it."""
+
+    kind: HoldKind
+    owner: str
+
+    def __str__(self) -> str:
+        return f"{self.kind.value} ({self.owner})"
+
+
+class Stage(Enum):
+    """How far an update came on an engine; the last three are final."""
+
+    RECEIVING = "receiving"
+    READY = "ready"
+    INSTALLING = "installing"
+    APPLIED = "applied"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        return self in (Stage.APPLIED, Stage.ABORTED, Stage.FAILED)
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of an install, by part."""
+
+    quiesce: float = 0.0
+    install: float = 0.0
+    caches: float = 0.0
+    canary: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The latest update that this incarnation saw."""
+
+    update_id: UpdateId
+    version: WeightVersion
+    stage: Stage
+    bytes_received: int = 0
+    error_reason: str = ""
+    error_message: str = ""
+    timings: Timings | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineState:
+    """The whole state of one engine in one incarnation."""
+
+    run_id: RunId
+    model: ModelName
+    engine_id: EngineId
+    incarnation: Incarnation
+    life: Life = Life.STARTING
+    weights: Weights = field(default_factory=Unset)
+    holds: frozenset[Hold] = frozenset()
+    progress: Progress | None = None
+    live_requests: int = 0
+    waiting_requests: int = 0
+
+    @property
+    def applied(self) -> WeightVersion | None:
+        """The version that the engine holds; None is unset, and equal to no version."""
+        return self.weights.version if isinstance(self.weights, Held) else None
+
+    @property
+    def installing(self) -> bool:
+        return self.progress is not None and self.progress.stage is Stage.INSTALLING
+
+    def gate_open(self, served: frozenset[WeightVersion]) -> bool:
+        """Tokens may leave: the engine runs, holds a version that the fleet serves, and nobody holds the gate."""
+        return (
+            self.life is Life.RUNNING
+            and isinstance(self.weights, Held)
+            and self.weights.version in served
+            and not self.holds
+        )
+
+    def word(self, served: frozenset[WeightVersion]) -> str:
+        """The one word shown to people."""
+        if self.life is not Life.RUNNING:
+            return str(self.life.value)
+        if self.installing:
+            return "installing"
+        if isinstance(self.weights, Poisoned):
+            return "poisoned"
+        if self.holds:
+            return "held"
+        if self.gate_open(served):
+            return "serving"
+        if isinstance(self.weights, Unset):
+            receiving = self.progress is not None and not self.progress.stage.final
+            return "receiving" if receiving else "empty"
+        return "ready"

@@ -1,0 +1,163 @@
+"""The fleet commit: ready, go, decide (INV-9).
+
+Fed with what engines themselves report in their present incarnation (INV-8), and with silence. Until go an abort
+costs nothing; after go nothing waits for ever: each required engine ends applied, failed or lost, and then it is
+decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from controlplane.core.engine_state import EngineState, Stage
+from controlplane.core.plan import Plan
+from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
+
+
+class Phase(Enum):
+    PREPARING = "preparing"
+    GO = "go"
+    COMMITTED = "committed"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+
+    @property
+    def final(self) -> bool:
+        return self not in (Phase.PREPARING, Phase.GO)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of the update on one engine, by its own report."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    required: bool
+    stage: Stage | None = None
+    """None: it has not reported this update."""
+    lost: bool = False
+    error_reason: str = ""
+    error_message: str = ""
+
+    @property
+    def ended(self) -> bool:
+        return self.lost or (self.stage is not None and self.stage.final)
+
+    @property
+    def applied(self) -> bool:
+        """It applied, and that life still stands (INV-9: incarnations alive at the decision)."""
+        return self.stage is Stage.APPLIED and not self.lost
+
+    @property
+    def ready(self) -> bool:
+        return not self.lost and self.stage in (Stage.READY, Stage.INSTALLING, Stage.APPLIED)
+
+    @property
+    def bad(self) -> bool:
+        return self.ended and not self.applied
+
+    def __str__(self) -> str:
+        said = "lost" if self.lost else self.stage.value if self.stage else "silent"
+        return f"{self.engine_id} {said}" + (f" ({self.error_reason}: {self.error_message})" if self.bad else "")
+
+
+@dataclass
+class UpdateTransaction:
+    """One update, from begin to decision."""
+
+    update_id: UpdateId
+    request_id: str
+    model: ModelName
+    version: WeightVersion
+    term: Term
+    step: int | None
+    plan: Plan
+    deadline: float
+    """Monotonic seconds: of readiness while preparing, of the installs after go."""
+    phase: Phase = Phase.PREPARING
+    cause: str = ""
+    outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
+
+    @property
+    def required(self) -> list[Outcome]:
+        return [o for o in self.outcomes.values() if o.required]
+
+    def note(self, state: EngineState) -> bool:
+        """Take an engine's report. True if it changed an outcome."""
+        old = self.outcomes.get(state.engine_id)
+        if old is None:
+            return False
+        if state.incarnation != old.incarnation:  # L2: another life's word; the one that was asked is gone
+            return self._put(_lost(old, "a new incarnation took its place"))
+        progress = state.progress
+        if progress is None or progress.update_id != self.update_id:
+            return False
+        return self._put(
+            Outcome(
+                old.engine_id,
+                old.incarnation,
+                old.required,
+                progress.stage,
+                error_reason=progress.error_reason,
+                error_message=progress.error_message,
+            )
+        )
+
+    def lose(self, engine_id: EngineId, cause: str) -> bool:
+        """An engine fell silent for too long. True if it changed an outcome."""
+        old = self.outcomes.get(engine_id)
+        return old is not None and not old.ended and self._put(_lost(old, cause))
+
+    def next_phase(self, now: float, *, served_has_holder: bool) -> tuple[Phase, str] | None:
+        """The phase that follows from what is known, with its cause; None while nothing follows.
+
+        `served_has_holder`: some live engine still holds a version that the fleet serves.
+        """
+        if self.phase is Phase.PREPARING:
+            return self._judge_ready(now)
+        if self.phase is Phase.GO:
+            return self._decide(now, served_has_holder)
+        return None
+
+    def _judge_ready(self, now: float) -> tuple[Phase, str] | None:
+        bad = [o for o in self.required if o.bad]
+        if bad:
+            return Phase.FAILED, "; ".join(map(str, bad))
+        if all(o.ready for o in self.required):
+            return Phase.GO, ""
+        if now >= self.deadline:
+            late = [str(o.engine_id) for o in self.required if not o.ready]
+            return Phase.FAILED, f"not ready in time: {', '.join(late)}"
+        return None
+
+    def _decide(self, now: float, served_has_holder: bool) -> tuple[Phase, str] | None:
+        if now >= self.deadline:
+            for o in self.required:
+                self.lose(o.engine_id, "no outcome before the deadline")
+        if not all(o.ended for o in self.required):
+            return None
+        bad = "; ".join(str(o) for o in self.required if o.bad)
+        if not bad:
+            return Phase.COMMITTED, ""
+        applied = any(o.applied for o in self.outcomes.values())
+        if applied and not served_has_holder:
+            return Phase.DEGRADED, bad
+        return Phase.FAILED, bad
+
+    def _put(self, outcome: Outcome) -> bool:
+        changed = self.outcomes[outcome.engine_id] != outcome
+        self.outcomes[outcome.engine_id] = outcome
+        return changed
+
+
+def _lost(old: Outcome, cause: str) -> Outcome:
+    return Outcome(
+        old.engine_id,
+        old.incarnation,
+        old.required,
+        old.stage,
+        lost=True,
+        error_reason=old.error_reason or "PEER_LOST",
+        error_message=old.error_message or cause,
+    )

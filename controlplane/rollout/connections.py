@@ -1,0 +1,59 @@
+"""Channels to engines: one for each endpoint, made on first use, closed once no route names it and nobody uses it.
+
+A long run sees many lives of its engines, each on a port of its own; without this its channels would only grow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from controlplane.rpc.channels import open_channel
+
+
+class Connections:
+    """Not thread-safe: one event loop owns it."""
+
+    def __init__(self) -> None:
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._users: Counter[str] = Counter()
+        self._wanted: frozenset[str] = frozenset()
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def use(self, endpoint: str) -> Iterator[grpc.aio.Channel]:
+        """The channel to `endpoint`, kept open while the block runs."""
+        if endpoint not in self._channels:
+            self._channels[endpoint] = open_channel(endpoint)
+        self._users[endpoint] += 1
+        try:
+            yield self._channels[endpoint]
+        finally:
+            self._users[endpoint] -= 1
+            self._close_unwanted()
+
+    def keep(self, endpoints: Collection[str]) -> None:
+        """From now on only these endpoints' channels stay open while unused."""
+        self._wanted = frozenset(endpoints)
+        self._close_unwanted()
+
+    async def close(self) -> None:
+        self._wanted = frozenset()
+        self._users.clear()
+        self._close_unwanted()
+        await asyncio.gather(*self._closing)
+
+    def open_endpoints(self) -> set[str]:
+        return set(self._channels)
+
+    def _close_unwanted(self) -> None:
+        used = {endpoint for endpoint, count in self._users.items() if count > 0}
+        for endpoint in self._channels.keys() - self._wanted - used:
+            del self._users[endpoint]
+            task = asyncio.create_task(self._channels.pop(endpoint).close())
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)

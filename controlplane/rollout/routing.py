@@ -1,0 +1,101 @@
+"""Which engine to ask. What the coordinator says is routable, and what this client has in flight; no I/O.
+
+Promises the least loaded engine that meets the pin, counted by this client's own requests: what engines report is
+older than what it just sent. Routes of a coordinator that went away stay in force, marked stale (INV-10: a lost
+coordinator shuts no gate).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from controlplane.core.versions import EngineId, Incarnation, RunId, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """An engine that may be asked."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    endpoint: str
+    applied: WeightVersion | None
+    """What it last said that it holds."""
+    live_requests: int
+    """Requests in it, from every client, as it last said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Routes:
+    """The routes of a model, as the coordinator last said."""
+
+    run_id: RunId
+    revision: int
+    routes: tuple[Route, ...]
+    served: tuple[WeightVersion, ...]
+    stale: bool = False
+    """The coordinator is away: engines may have moved on since."""
+
+
+@dataclass(slots=True)
+class RoutingTable:
+    """Routes and load. Not thread-safe: one event loop owns it."""
+
+    routes: Routes | None = None
+    _in_flight: Counter[EngineId] = field(default_factory=Counter)
+    _asked: dict[EngineId, int] = field(default_factory=dict)
+    _clock: int = 0
+
+    def replace(self, routes: Routes) -> None:
+        self.routes = routes
+
+    def mark_stale(self) -> None:
+        if self.routes is not None:
+            self.routes = replace(self.routes, stale=True)
+
+    def choose(
+        self, min_version: WeightVersion | None, tried: Collection[tuple[EngineId, Incarnation]] = ()
+    ) -> Route | None:
+        """The least loaded engine not yet tried that meets the pin; None if there is none.
+
+        Stale routes are not judged by the pin: the engine itself does that, and knows better.
+        """
+        if self.routes is None:
+            return None
+        judged = min_version is not None and not self.routes.stale
+        candidates = [
+            r
+            for r in self.routes.routes
+            if (r.engine_id, r.incarnation) not in tried and (not judged or _meets(r.applied, min_version))
+        ]
+        return min(candidates, key=self._load, default=None)
+
+    @contextmanager
+    def asking(self, route: Route) -> Iterator[None]:
+        """Counts a request as in flight on `route`'s engine while the block runs."""
+        self._clock += 1
+        self._asked[route.engine_id] = self._clock
+        self._in_flight[route.engine_id] += 1
+        try:
+            yield
+        finally:
+            self._in_flight[route.engine_id] -= 1
+
+    def in_flight(self, engine_id: EngineId) -> int:
+        return self._in_flight[engine_id]
+
+    def newest_applied(self) -> WeightVersion | None:
+        """The highest version on any route, for error texts."""
+        applied = [r.applied for r in self.routes.routes if r.applied is not None] if self.routes else []
+        return max(applied, default=None)
+
+    def _load(self, route: Route) -> tuple[int, int, int]:
+        # Own requests first; then what others send there; then whoever was asked longest ago.
+        return (self._in_flight[route.engine_id], route.live_requests, self._asked.get(route.engine_id, 0))
+
+
+def _meets(applied: WeightVersion | None, wanted: WeightVersion | None) -> bool:
+    return wanted is None or (applied is not None and applied.number >= wanted.number)

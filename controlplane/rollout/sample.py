@@ -1,0 +1,121 @@
+"""What generation gives: tokens that know which version made them. Pure values and the check of the spans (INV-11).
+
+A `Sample` is only ever made by `Assembly.finish`, which refuses spans that do not cover the tokens exactly, so
+whoever holds a sample can trust its spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from controlplane.core.errors import SpanMismatch
+from controlplane.core.versions import EngineId, WeightVersion
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens start ≤ i < end of a sample were made by `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How a sample ended."""
+
+    finish_reason: str
+    """`stop`, `length` or `abort`, as vLLM names them."""
+    stop_reason: str
+    spans: tuple[Span, ...]
+    prompt_tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New tokens of one sample, all made by one version. The last one has `ending`, and may hold no token."""
+
+    engine_id: EngineId
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    version: WeightVersion | None
+    """None only when there are no tokens."""
+    ending: Ending | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A whole sample. Its spans cover its tokens exactly, in order."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Natural log, one per token, under the distribution it was drawn from. Empty where they were not asked for."""
+    spans: tuple[Span, ...]
+    finish_reason: str
+    """`stop`, `length` or `abort`. An aborted sample has the tokens that it got, and their spans."""
+    stop_reason: str
+    engine_id: EngineId
+    prompt_tokens: int
+    cached_prompt_tokens: int
+
+
+@dataclass(slots=True)
+class Assembly:
+    """A sample while its deltas come in. Raises SpanMismatch as soon as deltas and spans disagree."""
+
+    request_id: str
+    min_version: WeightVersion | None = None
+    with_logprobs: bool = True
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    last: Delta | None = None
+
+    def add(self, delta: Delta) -> None:
+        """Take one delta; the last one is judged against everything before it."""
+        self.last = delta
+        if delta.tokens:
+            self._extend(delta)
+        if delta.ending is not None and tuple(self.spans) != delta.ending.spans:
+            raise self._mismatch(_text(self.spans), _text(delta.ending.spans))
+
+    def finish(self) -> Sample:
+        """The sample, once its last delta was added."""
+        if self.last is None or self.last.ending is None:
+            raise self._mismatch(_text(self.spans), "none: the stream ended without a finish")
+        ending = self.last.ending
+        return Sample(
+            tokens=tuple(self.tokens),
+            logprobs=tuple(self.logprobs),
+            spans=ending.spans,
+            finish_reason=ending.finish_reason,
+            stop_reason=ending.stop_reason,
+            engine_id=self.last.engine_id,
+            prompt_tokens=ending.prompt_tokens,
+            cached_prompt_tokens=ending.cached_prompt_tokens,
+        )
+
+    def _extend(self, delta: Delta) -> None:
+        count = len(delta.tokens)
+        if delta.version is None:
+            raise self._mismatch(f"none for {count} tokens", "none")
+        if self.with_logprobs and len(delta.logprobs) != count:
+            raise self._mismatch(f"{count} tokens", f"{len(delta.logprobs)} logprobs")
+        if self.min_version is not None and delta.version.number < self.min_version.number:
+            raise self._mismatch(f"at least {self.min_version}", str(delta.version))
+        start = len(self.tokens)
+        self.tokens += delta.tokens
+        self.logprobs += delta.logprobs
+        if self.spans and self.spans[-1].version == delta.version:
+            self.spans[-1] = Span(delta.version, self.spans[-1].start, start + count)
+        else:
+            self.spans.append(Span(delta.version, start, start + count))
+
+    def _mismatch(self, ours: str, engines: str) -> SpanMismatch:
+        return SpanMismatch(request_id=self.request_id, ours=ours, engines=engines)
+
+
+def _text(spans: list[Span] | tuple[Span, ...]) -> str:
+    return ", ".join(f"{s.version}[{s.start}:{s.end}]" for s in spans) or "none"

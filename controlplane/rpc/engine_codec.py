@@ -1,0 +1,134 @@
+"""An engine's state between the core and the wire. The agent writes it, the coordinator and people read it. No gRPC."""
+
+from __future__ import annotations
+
+from controlplane.core.engine_state import (
+    EngineState,
+    Held,
+    Hold,
+    HoldKind,
+    Life,
+    Poisoned,
+    Progress,
+    Stage,
+    Timings,
+    Unset,
+    Weights,
+)
+from controlplane.core.errors import FrameInvalid
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, UpdateId, WeightVersion
+from controlplane.rpc.codec import (
+    engine_ref,
+    seconds_from_proto,
+    seconds_to_proto,
+    version_from_proto,
+    version_to_proto,
+)
+from weightplane.v1 import engine_pb2, weight_update_pb2
+
+_LIVES = {v: engine_pb2.EngineLife.Value(f"ENGINE_LIFE_{v.name}") for v in Life}
+_LIVES_BACK = {v: k for k, v in _LIVES.items()}
+_HOLDS = {v: engine_pb2.HoldKind.Value(f"HOLD_KIND_{v.name}") for v in HoldKind}
+_HOLDS_BACK = {v: k for k, v in _HOLDS.items()}
+STAGES = {v: engine_pb2.UpdateStage.Value(f"UPDATE_STAGE_{v.name}") for v in Stage}
+_STAGES_BACK = {v: k for k, v in STAGES.items()}
+
+
+def state_to_proto(state: EngineState, served: frozenset[WeightVersion]) -> engine_pb2.EngineStatus:
+    """The full status. `served` decides the gate and the word, as it does at the agent."""
+    message = engine_pb2.EngineStatus(
+        engine=engine_ref(state.engine_id, state.incarnation),
+        run_id=state.run_id,
+        model=state.model,
+        life=_LIVES[state.life],
+        gate_open=state.gate_open(served),
+        live_requests=state.live_requests,
+        waiting_requests=state.waiting_requests,
+        word=state.word(served),
+    )
+    _weights_to_proto(state.weights, message)
+    ordered = sorted(state.holds, key=lambda h: (h.kind.value, h.owner))
+    message.holds.extend(engine_pb2.Hold(kind=_HOLDS[h.kind], owner=h.owner) for h in ordered)
+    if state.progress is not None:
+        message.update.CopyFrom(_progress_to_proto(state.progress))
+    return message
+
+
+def state_from_proto(message: engine_pb2.EngineStatus) -> EngineState:
+    """Raises FrameInvalid when `applied` and `weights` contradict each other (V11: unset is explicit)."""
+    return EngineState(
+        run_id=RunId(message.run_id),
+        model=ModelName(message.model),
+        engine_id=EngineId(message.engine.engine_id),
+        incarnation=Incarnation(message.engine.incarnation),
+        life=_LIVES_BACK[message.life],
+        weights=_weights_from_proto(message),
+        holds=frozenset(Hold(_HOLDS_BACK[h.kind], h.owner) for h in message.holds),
+        progress=_progress_from_proto(message.update) if message.HasField("update") else None,
+        live_requests=message.live_requests,
+        waiting_requests=message.waiting_requests,
+    )
+
+
+def timings_to_proto(timings: Timings) -> weight_update_pb2.InstallTimings:
+    return weight_update_pb2.InstallTimings(
+        quiesce=seconds_to_proto(timings.quiesce),
+        install=seconds_to_proto(timings.install),
+        caches=seconds_to_proto(timings.caches),
+        canary=seconds_to_proto(timings.canary),
+    )
+
+
+def _weights_to_proto(weights: Weights, message: engine_pb2.EngineStatus) -> None:
+    match weights:
+        case Held(version, digest):
+            message.weights = engine_pb2.WEIGHTS_STATE_HELD
+            message.applied.CopyFrom(version_to_proto(version))
+            message.content_digest = digest
+        case Poisoned(cause):
+            message.weights = engine_pb2.WEIGHTS_STATE_POISONED
+            message.poison_cause = cause[:4096]
+        case Unset():
+            message.weights = engine_pb2.WEIGHTS_STATE_UNSET
+
+
+def _weights_from_proto(message: engine_pb2.EngineStatus) -> Weights:
+    held = message.weights == engine_pb2.WEIGHTS_STATE_HELD
+    if held != message.HasField("applied"):
+        raise FrameInvalid("EngineStatus", "applied", "belongs to HELD weights, and only to them")
+    if held:
+        return Held(version_from_proto(message.applied), message.content_digest)
+    if message.weights == engine_pb2.WEIGHTS_STATE_POISONED:
+        return Poisoned(message.poison_cause)
+    return Unset()
+
+
+def _progress_to_proto(progress: Progress) -> engine_pb2.UpdateProgress:
+    message = engine_pb2.UpdateProgress(
+        update_id=progress.update_id,
+        version=version_to_proto(progress.version),
+        stage=STAGES[progress.stage],
+        bytes_received=progress.bytes_received,
+        error_reason=progress.error_reason,
+        error_message=progress.error_message[:4096],
+    )
+    if progress.timings is not None:
+        message.timings.CopyFrom(timings_to_proto(progress.timings))
+    return message
+
+
+def _progress_from_proto(message: engine_pb2.UpdateProgress) -> Progress:
+    timings = None
+    if message.HasField("timings"):
+        t = message.timings
+        parts = (seconds_from_proto(p) for p in (t.quiesce, t.install, t.caches, t.canary))
+        timings = Timings(*parts)
+    return Progress(
+        update_id=UpdateId(message.update_id),
+        version=version_from_proto(message.version),
+        stage=_STAGES_BACK[message.stage],
+        bytes_received=message.bytes_received,
+        error_reason=message.error_reason,
+        error_message=message.error_message,
+        timings=timings,
+    )

@@ -1,0 +1,43 @@
+"""A value that many tasks watch: each gets the newest, and none ever queues behind a slow one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Latest(Generic[T]):
+    """Level-triggered: watchers see the value now, then each later state, skipping those that passed meanwhile."""
+
+    def __init__(self, value: T) -> None:
+        self._value = value
+        self._changed = asyncio.Event()
+
+    @property
+    def value(self) -> T:
+        return self._value
+
+    def set(self, value: T) -> None:
+        """Replace the value and wake every watcher."""
+        self._value = value
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def watch(self) -> AsyncIterator[T]:
+        """The value now, and after each change. Endless."""
+        while True:
+            changed = self._changed
+            yield self._value
+            await changed.wait()
+
+    async def wait_for(self, predicate: Callable[[T], bool], timeout_seconds: float) -> T:
+        """The first value that satisfies `predicate`, the present one included. Raises TimeoutError."""
+        async with asyncio.timeout(timeout_seconds):
+            while True:
+                changed = self._changed
+                if predicate(self._value):
+                    return self._value
+                await changed.wait()

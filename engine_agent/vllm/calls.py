@@ -1,0 +1,93 @@
+"""Bounded calls into one engine core.
+
+Promises that no call outlives its limit or its engine: vLLM never answers a call that was in flight when the
+core died, so each is raced against the core's death. Never uses collective_rpc's own timeout: its late reply
+would be taken for the next call's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+from controlplane.core.errors import DeadlineExceeded, EngineDied
+from engine_agent.vllm.launch import EngineLog, with_log
+
+T = TypeVar("T")
+
+DEATH_POLL_SECONDS = 0.1
+"""vLLM's own monitor notices a death within this, and sets a flag that has to be polled."""
+
+
+class Core:
+    """An AsyncLLM and its life. Made on the event loop that uses it."""
+
+    def __init__(self, llm: Any, engine_id: str, log: EngineLog, on_death: Callable[[EngineDied], None]) -> None:
+        self.llm = llm
+        self.engine_id = engine_id
+        self._log = log
+        self._on_death = on_death
+        self._death: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
+        self._watch = asyncio.create_task(self._watch_for_death(), name=f"weightplane-watch-{engine_id}")
+
+    @property
+    def death(self) -> EngineDied | None:
+        """Why the core is gone, or None while it lives."""
+        return self._death.result() if self._death.done() else None
+
+    def raise_if_dead(self) -> None:
+        if self.death is not None:
+            raise self.death
+
+    async def ask(self, call: Awaitable[T], what: str, limit_seconds: float) -> T:
+        """The call's result. Raises EngineDied, DeadlineExceeded, or what vLLM raised."""
+        task = asyncio.ensure_future(call)
+        try:
+            either: set[asyncio.Future[Any]] = {task, self._death}
+            await asyncio.wait(either, timeout=limit_seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return self._result(task)
+        finally:
+            task.cancel()  # an answer that comes later is dropped by vLLM
+        self.raise_if_dead()
+        raise DeadlineExceeded(what, f"the engine core of {self.engine_id}", limit_seconds)
+
+    async def collect(self, method: str, limit_seconds: float) -> list[dict[str, Any]]:
+        """One answer of each worker, in rank order; fewer answers than workers is a death."""
+        answers: list[dict[str, Any]] = await self.ask(self.llm.collective_rpc(method), method, limit_seconds)
+        world_size = self.llm.vllm_config.parallel_config.world_size
+        if sorted(a["rank"] for a in answers) != list(range(world_size)):
+            raise EngineDied(self.engine_id, f"{method}: {len(answers)} of {world_size} workers answered")
+        return sorted(answers, key=lambda a: int(a["rank"]))
+
+    def died(self, cause: str, *, explain: bool = True) -> EngineDied:
+        """Note the death, once, and tell those who wait. `explain` adds the engine's last log lines."""
+        if not self._death.done():
+            error = EngineDied(self.engine_id, with_log(cause, self._log) if explain else cause)
+            self._death.set_result(error)
+            self._on_death(error)
+        return self._death.result()
+
+    def close(self) -> None:
+        self._watch.cancel()
+
+    def _result(self, task: asyncio.Future[T]) -> T:
+        try:
+            return task.result()
+        except Exception as e:
+            if is_death(e):
+                raise self.died(str(e)) from e
+            raise
+
+    async def _watch_for_death(self) -> None:
+        while not self.llm.errored:  # noqa: ASYNC110 - a flag set by a thread of vLLM's
+            await asyncio.sleep(DEATH_POLL_SECONDS)
+        self.died("vLLM reports that its engine core is dead")
+
+
+def is_death(error: BaseException) -> bool:
+    """Whether vLLM says with this that its engine core is gone."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    return isinstance(error, EngineDeadError)

@@ -1,0 +1,186 @@
+"""What a model directory says its weights are: safetensors headers and config.json, read without torch.
+
+Promises names, shapes, dtypes and byte ranges that were checked against each other and against the files'
+sizes. Refuses a directory that is missing, cut short, or contradicts itself, with CheckpointError.
+The header format is safetensors': eight bytes of little-endian length, then that much JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from controlplane.core.layout import DType, Expected
+
+HEADER_LIMIT_BYTES = 100_000_000
+"""safetensors' own limit on a header."""
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+HEAD_NAME = "lm_head.weight"
+
+_ENGINE_DTYPES = {"float32": DType.F32, "bfloat16": DType.BF16, "float16": DType.F16, "float64": DType.F64}
+_CASTABLE = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
+"""Element types between which vLLM casts on loading; others are taken only as the file has them."""
+
+
+class CheckpointError(ValueError):
+    """The model directory is missing, cut short, or contradicts itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a checkpoint: `byte_count` bytes at `offset` of `file`."""
+
+    file: Path
+    dtype: DType
+    shape: tuple[int, ...]
+    offset: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What config.json says, as far as weights and requests are concerned."""
+
+    vocab_size: int
+    tied: bool
+    """Whether the output head is the input embedding."""
+    format: str
+    """`plain`, or the name of the quantization method."""
+
+
+def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a model directory, by name."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such directory")
+    index = directory / INDEX_NAME
+    if index.exists():
+        return _read_sharded(directory, index)
+    single = directory / SINGLE_NAME
+    files = [single] if single.exists() else sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{directory}: holds no safetensors file")
+    return _merged(files)
+
+
+def read_model_facts(directory: Path, tensors: Mapping[str, StoredTensor]) -> ModelFacts:
+    """Read config.json; `tensors` decides about a tie that it leaves unsaid."""
+    path = directory / "config.json"
+    config = _object(path, _read_text(path))
+    text = config | _nested(config, "text_config")
+    tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    if tied is None:
+        tied = not any(_is_head(name) for name in tensors)
+    vocab_size = text.get("vocab_size")
+    if not isinstance(vocab_size, int) or vocab_size < 1:
+        raise CheckpointError(f"{path}: vocab_size is {vocab_size!r}")
+    method = str(_nested(config, "quantization_config").get("quant_method", "plain"))
+    return ModelFacts(vocab_size, bool(tied), method)
+
+
+def expected_of(tensors: Mapping[str, StoredTensor], facts: ModelFacts, engine_dtype: str) -> Expected:
+    """What an update must cover: every stored tensor, in the file's dtype or the engine's (torch's name of it).
+
+    A tied head and the rotary frequencies are known, but not needed.
+    """
+    configured = _ENGINE_DTYPES.get(engine_dtype)
+    optional = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
+    if facts.tied:
+        optional |= {HEAD_NAME} | {name for name in tensors if _is_head(name)}
+    return Expected(
+        shapes={name: t.shape for name, t in tensors.items()},
+        dtypes={name: _accepted(t.dtype, configured) for name, t in tensors.items()},
+        optional=frozenset(optional),
+        format=facts.format,
+    )
+
+
+def _accepted(stored: DType, configured: DType | None) -> frozenset[DType]:
+    if configured is None or stored not in _CASTABLE:
+        return frozenset({stored})
+    return frozenset({stored, configured})
+
+
+def _is_head(name: str) -> bool:
+    return name == HEAD_NAME or name.endswith("." + HEAD_NAME)
+
+
+def _read_sharded(directory: Path, index: Path) -> dict[str, StoredTensor]:
+    weight_map = _nested(_object(index, _read_text(index)), "weight_map")
+    if not weight_map:
+        raise CheckpointError(f"{index}: has no weight_map")
+    tensors = _merged([directory / name for name in sorted({str(v) for v in weight_map.values()})])
+    missing = sorted(name for name in weight_map if name not in tensors)
+    if missing:
+        raise CheckpointError(f"{index}: names tensors that no file holds: {', '.join(missing[:5])}")
+    return {name: tensors[name] for name in weight_map}
+
+
+def _merged(files: list[Path]) -> dict[str, StoredTensor]:
+    tensors: dict[str, StoredTensor] = {}
+    for file in files:
+        for name, tensor in _read_file(file):
+            if name in tensors:
+                raise CheckpointError(f"{file}: {name} stands in {tensors[name].file.name} too")
+            tensors[name] = tensor
+    return tensors
+
+
+def _read_file(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    header, data_start, size = _read_header(file)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            yield name, _stored(file, name, entry, data_start, size)
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            if size < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
+                raise CheckpointError(f"{file}: not a safetensors file, or cut short ({size} bytes)")
+            text = f.read(length)
+    except OSError as e:
+        raise CheckpointError(f"{file}: {e.strerror}") from e
+    return _object(file, text), 8 + length, size
+
+
+def _stored(file: Path, name: str, entry: Any, data_start: int, size: int) -> StoredTensor:
+    try:
+        dtype = DType[entry["dtype"]]
+        shape = tuple(int(d) for d in entry["shape"])
+        begin, end = (int(v) for v in entry["data_offsets"])
+    except (KeyError, TypeError, ValueError) as e:
+        raise CheckpointError(f"{file}: {name}: the header is not understood: {e!r}") from e
+    if begin < 0 or end - begin != math.prod(shape) * dtype.item_bytes:
+        raise CheckpointError(f"{file}: {name}: {end - begin} bytes do not hold {dtype.name} of shape {shape}")
+    if data_start + end > size:
+        raise CheckpointError(f"{file}: cut short: {name} ends at byte {data_start + end} of {size}")
+    return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError as e:
+        raise CheckpointError(f"{path}: {e.strerror}") from e
+
+
+def _object(path: Path, text: str | bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as e:
+        raise CheckpointError(f"{path}: not JSON: {e}") from e
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: expected a JSON object")
+    return value
+
+
+def _nested(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = config.get(key)
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,198 @@
+"""The engine port over vLLM's AsyncLLM, in the agent's process; EngineCore and workers are processes of their own.
+
+Promises what `engine_agent.engine.Engine` says. Every wait has a limit and ends with the engine's death. Weights
+change only in `install`, which needs a quiesced engine; a request made by a caller never changes the label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import psutil
+
+from controlplane.core.errors import CanaryFailed, DeadlineExceeded, EngineDied, EngineNotReady, InstallTimedOut
+from controlplane.core.sampling import SamplingSettings
+from engine_agent.engine import (
+    CanaryReport,
+    EngineFacts,
+    GenerationDelta,
+    InstallReport,
+    LiveRequests,
+    StagedWeights,
+)
+from engine_agent.vllm.calls import Core
+from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
+from engine_agent.vllm.checkpoint import CheckpointError, expected_of, read_checkpoint, read_model_facts
+from engine_agent.vllm.install import Installer
+from engine_agent.vllm.launch import EngineLog, end, in_thread, kill, launch, processes_of
+from engine_agent.vllm.settings import VllmSettings
+from engine_agent.vllm.streams import Streams
+
+__all__ = ["VllmEngine", "VllmSettings"]
+
+DRAIN_POLL_SECONDS = 0.0005
+"""Between looks at whether the last tokens reached their consumers; far below one decoding step."""
+
+
+class VllmEngine:
+    """One vLLM engine, one life. Used from one event loop."""
+
+    def __init__(self, settings: VllmSettings, engine_id: str) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._log: EngineLog | None = None
+        self._core_or_none: Core | None = None
+        self._installer_or_none: Installer | None = None
+        self._processes: list[psutil.Process] = []
+        self._streams = Streams()
+        self._facts: EngineFacts | None = None
+        self._label = ""
+
+    # ---- life -------------------------------------------------------------------------------
+
+    async def start(self) -> EngineFacts:
+        if self._log is not None:
+            raise EngineDied(self._engine_id, "an engine has one life; make a new one")
+        self._log = EngineLog(self._settings.log_level)
+        try:
+            tensors = await asyncio.to_thread(read_checkpoint, self._settings.model)
+            model = read_model_facts(self._settings.model, tensors)
+        except CheckpointError as e:
+            raise EngineDied(self._engine_id, str(e)) from e
+        llm = await launch(self._settings, self._engine_id, self._log)
+        core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
+        self._streams.attach(llm)
+        limit = self._settings.call_timeout_seconds
+        await core.ask(llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM starts its tasks on this loop
+        workers = await core.collect("weightplane_facts", limit)
+        self._processes = processes_of(sorted(_pids(workers)))
+        uuids = self._device_uuids(workers)
+        self._installer_or_none = Installer(core, uuids, self._settings.install_timeout_seconds)
+        config = llm.vllm_config.model_config
+        self._facts = EngineFacts(
+            world_size=len(workers),
+            device_uuids=uuids,
+            vocab_size=config.get_vocab_size(),
+            max_model_len=config.max_model_len,
+            max_logprobs=config.max_logprobs,
+            expected=expected_of(tensors, model, str(config.dtype).removeprefix("torch.")),
+            capabilities=self._capabilities(llm),
+            pids=tuple(p.pid for p in self._processes),
+        )
+        return self._facts
+
+    async def probe(self) -> None:
+        limit = self._settings.install_timeout_seconds + self._settings.call_timeout_seconds
+        await self._core.ask(self._core.llm.is_paused(), "probe", limit)
+
+    async def shutdown(self) -> None:
+        core, self._core_or_none = self._core_or_none, None
+        if core is not None:
+            core.close()
+            core.died("it was shut down", explain=False)
+            await end(core.llm, self._settings.shutdown_timeout_seconds)
+        await self._kill()
+        if self._log is not None:
+            self._log.remove()
+
+    # ---- tokens -----------------------------------------------------------------------------
+
+    def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncIterator[GenerationDelta]:
+        # the salt keeps prefixes of different versions apart even if a cache were not cleared
+        return self._streams.run(self._core, request_id, prompt_token_ids, sampling, self._label)
+
+    async def quiesce(self) -> LiveRequests:
+        core = self._core
+        limit = self._settings.call_timeout_seconds
+        stop = core.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+        await core.ask(stop, "quiesce", limit)
+        # The core answers on the socket of its outputs, after the last of them: what is left is in this process.
+        await core.ask(self._drained(), "hand-over of the last tokens", limit)
+        return LiveRequests(self._streams.counts())
+
+    async def resume(self) -> None:
+        await self._core.ask(self._core.llm.resume_generation(), "resume", self._settings.call_timeout_seconds)
+
+    # ---- weights ----------------------------------------------------------------------------
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        installer = self._installer
+        limit = self._settings.install_timeout_seconds
+        try:
+            async with asyncio.timeout(limit):
+                report = await installer.install(staged)
+        except (TimeoutError, DeadlineExceeded) as e:
+            await self._kill()  # INV-4: what the workers hold now nobody knows
+            raise InstallTimedOut(self._engine_id, staged.label, limit) from e
+        except asyncio.CancelledError:
+            await asyncio.shield(self._kill())
+            raise
+        self._label = staged.label
+        return report
+
+    async def canary(self) -> CanaryReport:
+        core, limit = self._core, self._settings.canary_timeout_seconds
+        facts = self._started_facts
+        prompt = canary_prompt(facts.vocab_size, facts.max_model_len)
+        if len(self._streams):  # requests that run already would keep their places in the batch
+            await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
+        await self.resume()
+        try:
+            decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
+            return await core.ask(speak(core.llm, prompt, decoded), "canary", limit)
+        except (CanarySilent, DeadlineExceeded) as e:
+            self._installer.kv_suspect = True
+            raise CanaryFailed(self._engine_id, self._label or "unset", str(e)) from e
+        finally:
+            if core.death is None:
+                await self.quiesce()
+
+    # ---- parts ------------------------------------------------------------------------------
+
+    @property
+    def _core(self) -> Core:
+        if self._core_or_none is None:
+            raise EngineDied(self._engine_id, "it is not running")
+        return self._core_or_none
+
+    @property
+    def _installer(self) -> Installer:
+        if self._installer_or_none is None:
+            raise EngineNotReady(self._engine_id, "it is not started")
+        return self._installer_or_none
+
+    @property
+    def _started_facts(self) -> EngineFacts:
+        if self._facts is None:
+            raise EngineNotReady(self._engine_id, "it is not started")
+        return self._facts
+
+    async def _drained(self) -> None:
+        while not self._streams.drained:  # noqa: ASYNC110 - vLLM's queues have no event for it
+            await asyncio.sleep(DRAIN_POLL_SECONDS)
+
+    async def _kill(self) -> None:
+        await in_thread(lambda: kill(self._processes), name="weightplane-vllm-kill")
+
+    def _device_uuids(self, workers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+        if self._settings.device_uuids:
+            return self._settings.device_uuids
+        return tuple(w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
+
+    def _capabilities(self, llm: Any) -> frozenset[str]:
+        config = llm.vllm_config
+        optional = {
+            "prefix_cache": bool(config.cache_config.enable_prefix_caching),
+            "sleep": bool(config.model_config.enable_sleep_mode),
+        }
+        return frozenset({"staged", "rollback"} | {name for name, there in optional.items() if there})
+
+
+def _pids(workers: Sequence[dict[str, Any]]) -> set[int]:
+    """Of the cores and workers; never this process's own, whatever a worker thinks its parent is."""
+    return {w[key] for w in workers for key in ("pid", "core_pid")} - {0, 1, os.getpid()}

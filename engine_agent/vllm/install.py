@@ -1,0 +1,142 @@
+"""The agent's half of an install: vLLM's own start, update and finish, driven to one of three ends.
+
+- installed: every worker checked, loaded and let go, every cache was cleared, and only then did the engine take
+  the version's label (INV-1);
+- refused: a worker found the staged bytes wanting before any worker touched its weights; the old label stands;
+- failed with weights touched: the engine's label becomes MIXTURE, so that no token can carry a true one.
+
+A failure of one worker is a failure of the engine: the answers are counted, and one worker that installed while
+another refused makes a mixture.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable
+from typing import Any, TypeVar
+
+from controlplane.core.errors import InstallFailed
+from engine_agent.engine import InstallReport, StagedWeights
+from engine_agent.vllm.calls import Core
+
+T = TypeVar("T")
+
+MIXTURE = "mixture"
+"""The label of an engine whose weights are no version."""
+
+
+class Installer:
+    """Installs into one engine. Knows which layout its workers were told."""
+
+    def __init__(self, core: Core, device_uuids: tuple[str, ...], call_limit_seconds: float) -> None:
+        self._core = core
+        self._device_uuids = device_uuids
+        self._limit = call_limit_seconds
+        self._layout_digest = b""
+        self._touching = False
+        self.kv_suspect = False
+        """The KV cache may hold a NaN, which later requests would meet; it is zeroed at the next install."""
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        """Raises InstallFailed, EngineDied, DeadlineExceeded (which is an unknown outcome)."""
+        self._touching = False
+        try:
+            return await self._install(staged)
+        except Exception as e:
+            if type(e) is not Exception:  # vLLM's answer to a failed call is a bare Exception
+                raise
+            raise await self._failed(staged, str(e), touched=self._touching) from e
+
+    async def _install(self, staged: StagedWeights) -> InstallReport:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        llm = self._core.llm
+        await self._tell_layout(staged)
+        await self._ask(llm.start_weight_update(), "start_weight_update")
+        await self._ask(llm.update_weights(WeightTransferUpdateRequest(_check_step(staged))), "check")
+        await self._require_all_well(staged)
+        started = time.perf_counter()
+        self._touching = True
+        await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": "install"})), "install")
+        loaded = await self._require_all_well(staged)
+        loaded_at = time.perf_counter()
+        await self._clear_caches(staged)
+        await self._ask(llm.finish_weight_update(staged.label), "finish_weight_update")
+        ended = time.perf_counter()
+        return InstallReport(loaded, None, loaded_at - started, ended - loaded_at)
+
+    async def _tell_layout(self, staged: StagedWeights) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if self._layout_digest == staged.layout.digest:
+            return
+        request = WeightTransferInitRequest(_init_info(staged, self._device_uuids))
+        await self._ask(self._core.llm.init_weight_transfer_engine(request), "init_weight_transfer_engine")
+        self._layout_digest = staged.layout.digest
+
+    async def _require_all_well(self, staged: StagedWeights) -> int:
+        """Every worker's last step must have gone well; returns the number of tensors that each loaded."""
+        answers = await self._core.collect("weightplane_result", self._limit)
+        failed = [a for a in answers if not a["ok"]]
+        if not failed:
+            return min(int(a["loaded"]) for a in answers)
+        cause = "; ".join(f"worker {a['rank']}: {a['cause']}" for a in failed)
+        touched = self._touching and any(a["ok"] or a["touched"] for a in answers)
+        raise await self._failed(staged, cause, touched=touched)
+
+    async def _failed(self, staged: StagedWeights, cause: str, *, touched: bool) -> InstallFailed:
+        """End vLLM's session without the version's label, and return the error to raise."""
+        if touched:
+            await self._ask(self._core.llm.update_weight_version(MIXTURE), "update_weight_version")
+        await self._ask(_quietly(self._core.llm.finish_weight_update()), "finish_weight_update")
+        return InstallFailed(self._core.engine_id, staged.label, touched, cause)
+
+    async def _clear_caches(self, staged: StagedWeights) -> None:
+        """No KV, encoder output or multimodal input of the old weights may be used again; kept requests start over."""
+        llm = self._core.llm
+        cleared = await self._ask(
+            llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "reset_prefix_cache"
+        )
+        if cleared is not True:
+            raise await self._failed(staged, "the prefix cache was not cleared", touched=True)
+        await self._ask(llm.reset_mm_cache(), "reset_mm_cache")
+        await self._ask(llm.reset_encoder_cache(), "reset_encoder_cache")
+        if self.kv_suspect:
+            await self._ask(llm.collective_rpc("weightplane_scrub_kv"), "weightplane_scrub_kv")
+            self.kv_suspect = False
+
+    async def _ask(self, call: Awaitable[T], what: str) -> T:
+        return await self._core.ask(call, what, self._limit)
+
+
+async def _quietly(call: Awaitable[Any]) -> None:
+    """Close vLLM's session if one is open; that none is, is no error here."""
+    try:
+        await call
+    except Exception as e:
+        if type(e) is not Exception:
+            raise
+
+
+def _init_info(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str, Any]:
+    tensors = staged.layout.tensors
+    return {
+        "device_uuids": list(device_uuids),
+        "layout_digest": staged.layout.digest.hex(),
+        "names": [t.name for t in tensors],
+        "dtypes": [t.dtype.value[0] for t in tensors],
+        "shapes": [list(t.shape) for t in tensors],
+        "ties": [[t.alias, t.source] for t in staged.layout.ties],
+    }
+
+
+def _check_step(staged: StagedWeights) -> dict[str, Any]:
+    return {
+        "step": "check",
+        "layout_digest": staged.layout.digest.hex(),
+        "chunks": {
+            uuid: [[span.path, span.offset, span.byte_count] for span in spans] for uuid, spans in staged.chunks.items()
+        },
+        "chunk_indexes": [p.chunk for p in staged.placements],
+        "offsets": [p.offset for p in staged.placements],
+    }

@@ -1,0 +1,198 @@
+"""Starts vLLM's AsyncLLM without blocking the event loop, and ends its processes for good.
+
+Promises that a start ends by its deadline, one way or the other, with nothing left running after a failure,
+and that its errors carry the engine's last log lines. Construction runs in a thread of its own: it takes 16 to
+34 seconds, and heartbeats go on meanwhile. vLLM starts its background tasks at the first call, so they end up
+on the agent's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, TypeVar
+
+import psutil
+
+from controlplane.core.errors import EngineDied
+from engine_agent.vllm import environment
+from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
+from engine_agent.vllm.settings import VllmSettings, engine_arguments
+
+T = TypeVar("T")
+
+TAIL_LINES = 30
+TAIL_LIMIT_BYTES = 64 * 1024
+KILL_WAIT_SECONDS = 10.0
+"""A killed process is gone within this, unless the kernel is stuck in it."""
+WAKE_SECONDS = 0.5
+
+
+class EngineLog:
+    """Warnings and errors of one engine's processes, in a file, so that a failure can be explained."""
+
+    def __init__(self, level: str) -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="weightplane-vllm-"))
+        self.config = self._directory / "logging.json"
+        self._file = self._directory / "engine.log"
+        self.config.write_text(json.dumps(self._dict_config(level)))
+
+    def tail(self) -> str:
+        """The last lines, oldest first; empty if there are none."""
+        try:
+            with self._file.open("rb") as f:
+                f.seek(max(0, self._file.stat().st_size - TAIL_LIMIT_BYTES))
+                text = f.read().decode(errors="replace")
+        except FileNotFoundError:
+            return ""
+        return "\n".join(text.splitlines()[-TAIL_LINES:])
+
+    def remove(self) -> None:
+        shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _dict_config(self, level: str) -> dict[str, Any]:
+        formatter = {
+            "class": "vllm.logging_utils.NewLineFormatter",
+            "datefmt": "%m-%d %H:%M:%S",
+            "format": "(%(vllm_process_name)s pid=%(process)d) %(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] "
+            "%(message)s",
+        }
+        stream = {"class": "logging.StreamHandler", "formatter": "vllm", "stream": "ext://sys.stderr"}
+        file = {
+            "class": "logging.FileHandler",
+            "formatter": "vllm",
+            "filename": str(self._file),
+            "level": "WARNING",
+            "delay": True,
+        }
+        return {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"vllm": formatter},
+            "handlers": {"stream": stream, "file": file},
+            "loggers": {"vllm": {"handlers": ["stream", "file"], "level": level, "propagate": False}},
+        }
+
+
+async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
+    """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then."""
+    if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
+        raise EngineDied(engine_id, "the weightplane package is not installed: vLLM would not find its plugin")
+    before = _descendants()
+    attempt = asyncio.ensure_future(in_thread(lambda: _construct(settings, log), name="weightplane-vllm-start"))
+    try:
+        done, _ = await asyncio.wait({attempt}, timeout=settings.start_timeout_seconds)
+        if done:
+            return attempt.result()
+        cause = f"no engine core within {settings.start_timeout_seconds} s"
+    except asyncio.CancelledError:
+        await _abandon(attempt, before)
+        raise
+    except Exception as e:  # vLLM raises whatever its configuration raised
+        cause = f"{type(e).__name__}: {e}"
+    await _abandon(attempt, before)
+    raise EngineDied(engine_id, with_log(cause, log))
+
+
+def with_log(cause: str, log: EngineLog) -> str:
+    tail = log.tail()
+    return f"{cause}\nlast log lines:\n{tail}" if tail else cause
+
+
+def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
+    """Handles that know a process by pid and start time."""
+    found: list[psutil.Process] = []
+    for pid in pids:
+        try:
+            found.append(psutil.Process(pid))
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+async def end(llm: Any, limit_seconds: float) -> None:
+    """vLLM's own way out: SIGTERM to the core, SIGKILL when the limit passes."""
+    ending = asyncio.ensure_future(in_thread(lambda: llm.shutdown(timeout=limit_seconds), name="weightplane-vllm-end"))
+    while not ending.done():
+        # A signal that comes just before the core's main thread blocks is seen only when something wakes it.
+        wake = asyncio.ensure_future(llm.is_paused())
+        await asyncio.wait({ending}, timeout=WAKE_SECONDS)
+        wake.cancel()
+        await asyncio.gather(wake, return_exceptions=True)
+    ending.result()
+
+
+def kill(processes: Iterable[psutil.Process]) -> None:
+    """SIGKILL each of them and wait until it is gone. Blocks for KILL_WAIT_SECONDS at most."""
+    killed = []
+    for process in processes:
+        try:
+            process.kill()  # checks the start time first: a reused pid is left alone
+            killed.append(process)
+        except psutil.NoSuchProcess:
+            continue
+    psutil.wait_procs(killed, timeout=KILL_WAIT_SECONDS)
+
+
+async def in_thread(work: Callable[[], T], *, name: str) -> T:
+    """Run `work` in a daemon thread of its own: one that never returns must not hold up the interpreter's exit."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as e:
+            error = e
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future
+
+
+def _construct(settings: VllmSettings, log: EngineLog) -> Any:
+    gpu = environment.gpu_present()
+    environment.apply(environment.engine_environment(settings, gpu=gpu, log_config=log.config, base=os.environ))
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu)))
+
+
+async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) -> None:
+    """End a start that failed or came too late; a constructor that waits for a killed core then returns."""
+    started = [p for p in _descendants() - before if not _is_resource_tracker(p)]
+    await in_thread(lambda: kill(started), name="weightplane-vllm-kill")
+    if not attempt.done():
+        await asyncio.wait({attempt}, timeout=KILL_WAIT_SECONDS)
+    if attempt.done() and not attempt.cancelled() and attempt.exception() is None:
+        await end(attempt.result(), KILL_WAIT_SECONDS)
+
+
+def _descendants() -> set[psutil.Process]:
+    return set(psutil.Process().children(recursive=True))
+
+
+def _is_resource_tracker(process: psutil.Process) -> bool:
+    """multiprocessing's own helper, which serves this whole process and ends with it."""
+    try:
+        return any("resource_tracker" in part for part in process.cmdline())
+    except psutil.Error:
+        return True

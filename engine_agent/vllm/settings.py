@@ -1,0 +1,96 @@
+"""How one vLLM engine is to be run. Pure values: reading them imports neither vLLM nor torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MIB = 1 << 20
+
+OWN_ARGUMENTS = frozenset(
+    {
+        "model",
+        "weight_transfer_config",
+        "worker_extension_cls",
+        "skip_tokenizer_init",
+        "logprobs_mode",
+        "scheduling_policy",
+        "data_parallel_size",
+    }
+)
+"""vLLM arguments that the contract depends on: `vllm_arguments` may not name them."""
+
+
+@dataclass(frozen=True)
+class VllmSettings:
+    """Settings of one engine. Times are in seconds, sizes in bytes."""
+
+    model: Path
+    """Directory of the model: config.json and safetensors. Its headers say what an update must cover."""
+    dtype: str = "auto"
+    """Element type of the weights in the engine, as vLLM names it; "auto" takes the checkpoint's."""
+    max_model_len: int | None = None
+    """Prompt plus generated tokens, at most. None takes the model's own limit."""
+    max_num_seqs: int = 64
+    """Requests in one batch. One place more is made, so that the canary never waits behind kept requests."""
+    tensor_parallel_size: int = 1
+    block_size: int | None = None
+    """Tokens in a KV block. None: vLLM's choice on a GPU, 32 on a CPU (128 would leave short prompts uncached)."""
+    kv_cache_memory_bytes: int | None = 256 * MIB
+    """KV cache of each worker. None lets vLLM measure: on a CPU that is nearly all of the machine's memory."""
+    enable_prefix_caching: bool = True
+    enforce_eager: bool | None = None
+    """None: eager on a CPU, where compiling takes longer than it saves; compiled on a GPU."""
+    device_uuids: tuple[str, ...] = ()
+    """One per worker, in rank order. Empty: asked of the workers on a GPU, made from the engine's id on a CPU."""
+    cpu_bind: str = "nobind"
+    """Cores of the workers on a CPU: `nobind`, or one list per worker such as `0-3|4-7`. Two engines never share."""
+    cpu_threads: int = 1
+    """OMP threads of each process on a CPU."""
+    start_timeout_seconds: float = 600.0
+    """From nothing to a loaded model."""
+    call_timeout_seconds: float = 60.0
+    """One round trip through the engine core, and the hand-over of tokens when generation stops."""
+    install_timeout_seconds: float = 120.0
+    """A whole install. Past it the outcome is unknown and the engine's processes are killed (INV-4)."""
+    canary_timeout_seconds: float = 60.0
+    shutdown_timeout_seconds: float = 10.0
+    """For the engine's own way out, before its processes are killed."""
+    log_level: str = "INFO"
+    vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of vLLM's AsyncEngineArgs, passed through; see OWN_ARGUMENTS for those that may not be set."""
+
+    def __post_init__(self) -> None:
+        taken = OWN_ARGUMENTS & self.vllm_arguments.keys()
+        if taken:
+            raise ValueError(f"vllm_arguments may not set {', '.join(sorted(taken))}")
+        if self.device_uuids and len(set(self.device_uuids)) != self.tensor_parallel_size:
+            raise ValueError(f"device_uuids must name {self.tensor_parallel_size} different devices")
+        if self.cpu_threads < 1 or self.max_num_seqs < 1:
+            raise ValueError("cpu_threads and max_num_seqs are at least 1")
+
+
+def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
+    """Keyword arguments of vLLM's AsyncEngineArgs."""
+    arguments: dict[str, Any] = {
+        "model": str(settings.model),
+        "dtype": settings.dtype,
+        "max_model_len": settings.max_model_len,
+        "max_num_seqs": settings.max_num_seqs + 1,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
+        "enable_prefix_caching": settings.enable_prefix_caching,
+        "enforce_eager": settings.enforce_eager if settings.enforce_eager is not None else not gpu,
+        "disable_log_stats": True,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "logprobs_mode": "processed_logprobs",  # what was sampled from, which is what a policy gradient needs
+        "scheduling_policy": "priority",  # lets the canary go before kept requests; equal priorities are first come
+        "weight_transfer_config": {"backend": "weightplane"},
+        "worker_extension_cls": "engine_agent.vllm.worker.WorkerExtension",
+    }
+    block_size = settings.block_size or (None if gpu else 32)
+    if block_size is not None:
+        arguments["block_size"] = block_size
+    return arguments | dict(settings.vllm_arguments)

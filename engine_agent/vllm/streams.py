@@ -1,0 +1,179 @@
+"""The live requests of one engine: what each consumer was given, and when nothing is on its way any more.
+
+The count of a stream is the border of a span (INV-11). It is raised in the same step of the event loop in which
+the tokens reach the consumer, and `drained` is true only when vLLM's output handler has nothing in hand and no
+collector holds a token. Refuses a second live request of one id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from controlplane.core.errors import EngineDied, InvalidRequest
+from controlplane.core.sampling import SamplingSettings
+from engine_agent.engine import GenerationDelta
+from engine_agent.vllm.calls import Core, is_death
+
+FINISH_REASONS = {"repetition": "stop", "error": "abort"}
+"""vLLM's reasons that the port does not have; the original stays as the stop reason."""
+
+
+class OutputTap:
+    """Stands in front of the queue from which vLLM's output handler takes what the core has sent.
+
+    The handler asks for more only when it has handed on all it took before, and taking leaves no gap: an item is
+    in the queue until the handler runs with it. So a waiting handler and an empty queue mean that all is handed on.
+    """
+
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._queue = llm.engine_core.outputs_queue
+        self._take = llm.engine_core.get_output_async
+        self._waiting = False
+        llm.engine_core.get_output_async = self._take_noted
+
+    @property
+    def idle(self) -> bool:
+        started = self._llm.output_handler is not None  # vLLM starts it with the first request
+        return not started or (self._waiting and self._queue.empty())
+
+    async def _take_noted(self) -> Any:
+        self._waiting = True
+        try:
+            return await self._take()
+        finally:
+            self._waiting = False
+
+
+class Stream:
+    """One live request."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Tokens that the consumer has been given."""
+        self.collector: Any = None
+        """vLLM's hand-over object; None while the request is on its way into the engine."""
+
+    @property
+    def drained(self) -> bool:
+        return self.collector is not None and self.collector.output is None
+
+
+class Streams:
+    def __init__(self) -> None:
+        self._live: dict[str, Stream] = {}
+        self._tap: OutputTap | None = None
+
+    def attach(self, llm: Any) -> None:
+        self._tap = OutputTap(llm)
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    @property
+    def drained(self) -> bool:
+        """No token is between the engine core and a consumer. Means something only while the scheduler stands."""
+        return (self._tap is None or self._tap.idle) and all(s.drained for s in self._live.values())
+
+    def counts(self) -> dict[str, int]:
+        return {request_id: s.count for request_id, s in self._live.items()}
+
+    def fail(self, error: EngineDied) -> None:
+        """Wake every consumer with the engine's death, in case vLLM does not."""
+        for stream in self._live.values():
+            if stream.collector is not None:
+                stream.collector.put(error)
+
+    async def run(
+        self, core: Core, request_id: str, prompt: Sequence[int], sampling: SamplingSettings, salt: str
+    ) -> AsyncIterator[GenerationDelta]:
+        """The deltas of one request. Ending early, in any way, aborts it in the engine."""
+        if request_id in self._live:
+            raise InvalidRequest("request_id", f"{request_id} is running")
+        core.raise_if_dead()
+        stream = self._live[request_id] = Stream()
+        finished = False
+        try:
+            stream.collector = await _admit(core, request_id, prompt, sampling, salt)
+            while not finished:
+                delta = await _next_delta(core, stream)
+                finished = delta.finish_reason is not None
+                if finished:
+                    del self._live[request_id]
+                yield delta
+        finally:
+            self._live.pop(request_id, None)
+            if not finished and stream.collector is not None:
+                await core.llm.abort(stream.collector.request_id, internal=True)
+
+
+async def _admit(core: Core, request_id: str, prompt: Sequence[int], sampling: SamplingSettings, salt: str) -> Any:
+    from vllm.exceptions import VLLMClientError
+    from vllm.inputs.engine import tokens_input
+
+    try:
+        return await core.llm.add_request(
+            request_id, tokens_input(list(prompt), cache_salt=salt or None), sampling_params(sampling)
+        )
+    except VLLMClientError as e:
+        raise InvalidRequest("request", str(e)) from e
+    except Exception as e:
+        if is_death(e):
+            raise core.died(str(e)) from e
+        raise
+
+
+async def _next_delta(core: Core, stream: Stream) -> GenerationDelta:
+    try:
+        output = stream.collector.get_nowait() or await stream.collector.get()
+    except Exception as e:
+        if is_death(e):
+            raise core.died(str(e)) from e
+        raise
+    delta = _delta(output)
+    stream.count += len(delta.token_ids)
+    return delta
+
+
+def _delta(output: Any) -> GenerationDelta:
+    choice = output.outputs[0]
+    entries = choice.logprobs or ()
+    spans = tuple((s.version, s.start, s.end) for s in choice.weight_versions or ())
+    return GenerationDelta(
+        token_ids=tuple(choice.token_ids),
+        logprobs=tuple(entry[token].logprob for token, entry in zip(choice.token_ids, entries, strict=bool(entries))),
+        finish_reason=FINISH_REASONS.get(choice.finish_reason, choice.finish_reason),
+        stop_reason=_stop_reason(choice),
+        cached_prompt_tokens=output.num_cached_tokens or 0,
+        engine_spans=spans,
+    )
+
+
+def _stop_reason(choice: Any) -> str:
+    if choice.stop_reason is not None:
+        return str(choice.stop_reason)
+    return choice.finish_reason if choice.finish_reason in FINISH_REASONS else ""
+
+
+def sampling_params(sampling: SamplingSettings) -> Any:
+    """vLLM's object: deltas of token ids, no text."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    return SamplingParams(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        ignore_eos=sampling.ignore_eos,
+        min_tokens=sampling.min_tokens,
+        logprobs=sampling.logprobs,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )

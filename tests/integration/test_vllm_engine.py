@@ -1,0 +1,357 @@
+"""The engine port over real vLLM: what is installed is what is spoken, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
+from controlplane.core.sampling import SamplingSettings
+from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent.engine import EngineFacts, LiveRequests, StagedWeights
+from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.install import MIXTURE
+from tests.support.reference import Reference
+from tests.support.staging import layout_of, stage
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+
+State = Mapping[str, Any]
+PROMPT = [5, 6, 7, 8, 9]
+LONG_PROMPT = [(7 * i + 3) % 250 for i in range(80)]
+TOLERANCE = 1e-4
+"""fp32 here and there, other kernels."""
+
+_labels = itertools.count(1)
+
+
+@dataclass
+class Rig:
+    """One engine for the whole module, the model it loaded, and its reference."""
+
+    engine: VllmEngine
+    facts: EngineFacts
+    model: Path
+    state: State
+    reference: Reference
+    failpoints: Path
+
+
+@dataclass
+class Sample:
+    tokens: list[int]
+    logprobs: list[float]
+    spans: tuple[tuple[str, int, int], ...] = ()
+    cached: int = 0
+    finish_reason: str | None = None
+
+
+def settings_for(model: Path) -> VllmSettings:
+    return VllmSettings(model=model, dtype="float32", max_model_len=256, max_num_seqs=8, kv_cache_memory_bytes=32 << 20)
+
+
+def read_state(model: Path) -> State:
+    from safetensors.torch import load_file
+
+    state: State = load_file(model / "model.safetensors")
+    return state
+
+
+def trained(state: State, seed: int) -> State:
+    """Every tensor moved a little, the tied embedding too."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    model = make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+    failpoints = tmp_path_factory.mktemp("failpoints")
+    engine = VllmEngine(settings_for(model), "engine-0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY_VARIABLE, str(failpoints))
+        facts = await engine.start()
+        yield Rig(engine, facts, model, read_state(model), Reference(model), failpoints)
+        await engine.shutdown()
+
+
+@pytest.fixture
+def failpoint(rig: Rig) -> Iterator[Path]:
+    point = rig.failpoints / "worker.install"
+    yield point
+    point.unlink(missing_ok=True)
+
+
+async def push(engine: VllmEngine, state: State) -> str:
+    """Quiesce, install, canary, resume; returns the label."""
+    label = str(next(_labels))
+    await engine.quiesce()
+    with stage(state, label) as staged:
+        await engine.install(staged)
+    await engine.canary()
+    await engine.resume()
+    return label
+
+
+async def generate(engine: VllmEngine, count: int, *, prompt: list[int] = PROMPT, name: str | None = None) -> Sample:
+    sample = Sample([], [])
+    sampling = SamplingSettings(max_tokens=count, temperature=0.0, ignore_eos=True)
+    async for delta in engine.generate(name or f"request-{next(_labels)}", prompt, sampling):
+        assert len(delta.logprobs) == len(delta.token_ids)
+        sample.tokens += delta.token_ids
+        sample.logprobs += delta.logprobs
+        sample.cached = max(sample.cached, delta.cached_prompt_tokens)
+        sample = replace(sample, spans=delta.engine_spans, finish_reason=delta.finish_reason)
+    return sample
+
+
+async def live(engine: VllmEngine, names: list[str], count: int) -> dict[str, asyncio.Task[Sample]]:
+    """Requests that have spoken at least one token each."""
+    tasks = {n: asyncio.create_task(generate(engine, count, prompt=[*PROMPT, i], name=n)) for i, n in enumerate(names)}
+    while True:
+        seen = await engine.quiesce()
+        await engine.resume()
+        if len(seen.token_counts) == len(names) and all(seen.token_counts.values()):
+            return tasks
+        assert not any(t.done() for t in tasks.values()), "a request ended before all had begun"
+
+
+def assert_speaks_as(rig: Rig, state: State, sample: Sample, prompt: list[int] = PROMPT) -> None:
+    tokens, logprobs = rig.reference.greedy(state, prompt, len(sample.tokens))
+    assert sample.tokens == tokens
+    assert sample.logprobs == pytest.approx(logprobs, abs=TOLERANCE)
+
+
+async def test_each_of_three_updates_is_spoken_exactly_tied_embedding_included(rig: Rig) -> None:
+    for seed in (1, 2, 3):
+        state = trained(rig.state, seed)
+        label = await push(rig.engine, state)
+        sample = await generate(rig.engine, 12)
+        assert_speaks_as(rig, state, sample)
+        assert sample.spans == ((label, 0, 12),)
+
+
+async def test_an_updated_engine_equals_a_fresh_one_loaded_from_the_same_weights(rig: Rig, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    model = make_tiny_model(tmp_path / "fresh", seed=0)
+    state = trained(rig.state, 7)
+    save_file(dict(state), model / "model.safetensors", metadata={"format": "pt"})
+    await push(rig.engine, state)
+    updated = [await generate(rig.engine, 24, prompt=p) for p in (PROMPT, LONG_PROMPT)]
+    fresh_engine = VllmEngine(settings_for(model), "engine-fresh")
+    try:
+        await fresh_engine.start()
+        fresh = [await generate(fresh_engine, 24, prompt=p) for p in (PROMPT, LONG_PROMPT)]
+    finally:
+        await fresh_engine.shutdown()
+    assert [s.tokens for s in updated] == [s.tokens for s in fresh]
+    for ours, theirs in zip(updated, fresh, strict=True):
+        assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-5)
+
+
+async def test_a_kept_request_has_its_border_where_quiesce_counted_it(rig: Rig) -> None:
+    """INV-11: and each token is what the weights of its own span say, the prefix computed anew."""
+    before, after = trained(rig.state, 11), trained(rig.state, 12)
+    old = await push(rig.engine, before)
+    tasks = await live(rig.engine, ["kept-0", "kept-1", "kept-2"], count=120)
+    seen = await rig.engine.quiesce()
+    new = str(next(_labels))
+    with stage(after, new) as staged:
+        await rig.engine.install(staged)
+    await rig.engine.resume()
+    for i, (name, task) in enumerate(tasks.items()):
+        sample, border = await task, seen.token_counts[name]
+        assert 0 < border < 120
+        assert sample.spans == ((old, 0, border), (new, border, 120))
+        prefix = [*PROMPT, i]
+        scores = rig.reference.score(before, prefix, sample.tokens[:border])
+        scores += rig.reference.score(after, [*prefix, *sample.tokens[:border]], sample.tokens[border:])
+        assert sample.logprobs == pytest.approx(scores, abs=TOLERANCE)
+
+
+async def test_quiesce_means_that_no_consumer_sees_another_token(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    tasks = await live(rig.engine, ["still-0", "still-1"], count=150)
+    first = await rig.engine.quiesce()
+    await asyncio.gather(*(rig.engine.probe() for _ in range(5)))
+    assert await rig.engine.quiesce() == first
+    await rig.engine.resume()
+    assert {len((await t).tokens) for t in tasks.values()} == {150}
+    assert await rig.engine.quiesce() == LiveRequests({})
+    await rig.engine.resume()
+
+
+async def test_an_update_clears_the_prefix_cache(rig: Rig) -> None:
+    """INV-1: nothing that is said after an update rests on what the old weights computed."""
+    before, after = trained(rig.state, 21), trained(rig.state, 22)
+    await push(rig.engine, before)
+    await generate(rig.engine, 4, prompt=LONG_PROMPT)
+    again = await generate(rig.engine, 4, prompt=LONG_PROMPT)
+    await push(rig.engine, after)
+    fresh = await generate(rig.engine, 8, prompt=LONG_PROMPT)
+    assert (again.cached, fresh.cached) == (64, 0)
+    assert_speaks_as(rig, after, fresh, LONG_PROMPT)
+
+
+@pytest.mark.parametrize("after", [0, 3, 19])
+async def test_an_install_that_fails_half_way_says_so_and_a_full_update_heals_it(
+    rig: Rig, failpoint: Path, after: int
+) -> None:
+    """INV-4."""
+    await push(rig.engine, trained(rig.state, 31))
+    failpoint.write_text(f"raise after={after}")
+    await rig.engine.quiesce()
+    with stage(trained(rig.state, 32), "999") as staged, pytest.raises(InstallFailed, match="failpoint") as failure:
+        await rig.engine.install(staged)
+    assert failure.value.touched
+    await rig.engine.resume()
+    assert {label for label, _, _ in (await generate(rig.engine, 4)).spans} == {MIXTURE}
+    healed = trained(rig.state, 33)
+    label = await push(rig.engine, healed)
+    sample = await generate(rig.engine, 12)
+    assert_speaks_as(rig, healed, sample)
+    assert sample.spans == ((label, 0, 12),)
+
+
+def _cut_short(staged: StagedWeights) -> StagedWeights:
+    (span,) = staged.chunks[""]
+    return replace(staged, chunks={"": [replace(span, byte_count=span.byte_count + 4096)]})
+
+
+def _absent(staged: StagedWeights) -> StagedWeights:
+    (span,) = staged.chunks[""]
+    return replace(staged, chunks={"": [replace(span, path=span.path + "-absent")]})
+
+
+def _for_another_device(staged: StagedWeights) -> StagedWeights:
+    return replace(staged, chunks={"another-device": staged.chunks[""]})
+
+
+def _beyond_the_chunk(staged: StagedWeights) -> StagedWeights:
+    last = replace(staged.placements[-1], offset=staged.placements[-1].offset + 64)
+    return replace(staged, placements=[*staged.placements[:-1], last])
+
+
+@pytest.mark.parametrize("spoil", [_cut_short, _absent, _for_another_device, _beyond_the_chunk])
+async def test_staged_bytes_that_are_not_there_leave_the_old_version_speaking(rig: Rig, spoil: Any) -> None:
+    """INV-4: refused before the first byte."""
+    old = trained(rig.state, 41)
+    label = await push(rig.engine, old)
+    await rig.engine.quiesce()
+    with stage(trained(rig.state, 42), "999") as staged, pytest.raises(InstallFailed) as failure:
+        await rig.engine.install(spoil(staged))
+    assert not failure.value.touched
+    await rig.engine.resume()
+    sample = await generate(rig.engine, 8)
+    assert_speaks_as(rig, old, sample)
+    assert sample.spans == ((label, 0, 8),)
+
+
+async def test_a_layout_that_misses_a_layer_is_not_taken_for_whole(rig: Rig) -> None:
+    """INV-1: vLLM itself would finish it and take the label."""
+    await push(rig.engine, rig.state)
+    partial = {name: t for name, t in trained(rig.state, 51).items() if ".layers.1.self_attn." not in name}
+    await rig.engine.quiesce()
+    with stage(partial, "999") as staged, pytest.raises(InstallFailed, match="were not loaded") as failure:
+        await rig.engine.install(staged)
+    assert failure.value.touched
+    await rig.engine.resume()
+    healed = trained(rig.state, 52)
+    await push(rig.engine, healed)
+    assert_speaks_as(rig, healed, await generate(rig.engine, 12))
+
+
+async def test_weights_that_are_not_finite_fail_the_canary_and_leave_nothing_behind(rig: Rig) -> None:
+    """NaN in a KV page would outlive its request, good weights and a cleared cache."""
+    state = trained(rig.state, 61)
+    ill = {name: t * math.nan if name.endswith("k_proj.weight") else t for name, t in state.items()}
+    tasks = await live(rig.engine, ["ill-0"], count=100)
+    with pytest.raises(CanaryFailed, match="not finite"):
+        await push(rig.engine, ill)
+    await push(rig.engine, state)
+    await asyncio.gather(*tasks.values())
+    for prompt in (PROMPT, LONG_PROMPT):
+        assert_speaks_as(rig, state, await generate(rig.engine, 8, prompt=prompt), prompt)
+
+
+async def test_the_canary_goes_before_kept_requests_that_fill_the_batch(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    tasks = await live(rig.engine, [f"full-{i}" for i in range(9)], count=150)
+    queued = [asyncio.create_task(generate(rig.engine, 8)) for _ in range(8)]
+    await rig.engine.quiesce()
+    report = await rig.engine.canary()
+    assert len(report.tokens) == 4
+    assert len(report.prompt_logprobs) == 15
+    assert not any(t.done() for t in tasks.values()), "the canary waited for a place"
+    await rig.engine.resume()
+    await asyncio.gather(*tasks.values(), *queued)
+
+
+async def test_two_canaries_of_one_version_say_the_same(rig: Rig) -> None:
+    await push(rig.engine, trained(rig.state, 71))
+    await rig.engine.quiesce()
+    first, second = await rig.engine.canary(), await rig.engine.canary()
+    assert first.tokens == second.tokens
+    assert first.prompt_logprobs == pytest.approx(second.prompt_logprobs, abs=1e-6)
+    await rig.engine.resume()
+
+
+async def test_closing_the_iterator_aborts_the_request_in_the_engine(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    sampling = SamplingSettings(max_tokens=200, temperature=0.0, ignore_eos=True)
+    deltas = rig.engine.generate("closed", PROMPT, sampling)
+    first = await anext(deltas)
+    assert first.finish_reason is None
+    await deltas.aclose()  # type: ignore[attr-defined]
+    assert await rig.engine.quiesce() == LiveRequests({})
+    await rig.engine.resume()
+    assert (await generate(rig.engine, 4, name="closed")).finish_reason == "length"
+
+
+async def test_a_request_made_while_quiesced_waits_and_speaks_the_new_version(rig: Rig) -> None:
+    await push(rig.engine, trained(rig.state, 81))
+    await rig.engine.quiesce()
+    waiting = asyncio.create_task(generate(rig.engine, 8))
+    new, state = str(next(_labels)), trained(rig.state, 82)
+    with stage(state, new) as staged:
+        await rig.engine.install(staged)
+    assert not waiting.done()
+    await rig.engine.resume()
+    sample = await waiting
+    assert sample.spans == ((new, 0, 8),)
+    assert_speaks_as(rig, state, sample)
+
+
+async def test_a_request_id_that_is_running_is_refused(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    tasks = await live(rig.engine, ["twice"], count=100)
+    with pytest.raises(InvalidRequest, match="twice is running"):
+        await generate(rig.engine, 4, name="twice")
+    assert len((await tasks["twice"]).tokens) == 100
+
+
+async def test_facts_say_what_an_update_must_cover(rig: Rig) -> None:
+    rig.facts.expected.check(layout_of(rig.state))
+    assert rig.facts.world_size == len(rig.facts.device_uuids) == 1
+    assert (rig.facts.vocab_size, rig.facts.max_model_len) == (256, 256)
+    assert rig.facts.capabilities == {"staged", "rollback", "prefix_cache"}
+    assert len(rig.facts.pids) == 2
+
+
+async def test_a_missing_model_is_an_engine_that_died_before_it_lived(tmp_path: Path) -> None:
+    engine = VllmEngine(settings_for(tmp_path / "nowhere"), "engine-none")
+    with pytest.raises(EngineDied, match="no such directory"):
+        await engine.start()
+    await engine.shutdown()

@@ -1,0 +1,206 @@
+"""A real Megatron job for tests: started as several processes, each of which writes what it saw as JSON.
+
+    RANK=0 WORLD_SIZE=2 python -m tests.support.megatron_job --rendezvous FILE --models DIR --out DIR --cases JSON
+
+One job runs many cases, since importing megatron-core takes longer than any of them. A case builds a
+model from a Hugging Face directory, exports it, compares its logits with transformers', takes a training
+step and exports it again. Facts only: what must hold is for the test to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+COLLECTIVE_TIMEOUT_SECONDS = 60
+GATHER_DEADLINE_SECONDS = 2.0
+SEQUENCE = 16
+ROWS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    model: str
+    """Directory below --models."""
+    dtype: str = "float32"
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    virtual_pipeline: int = 1
+    vocab_multiple: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = False
+
+    @property
+    def name(self) -> str:
+        return "-".join(str(v) for v in asdict(self).values())
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--rendezvous", required=True)
+    arguments.add_argument("--models", type=Path, required=True)
+    arguments.add_argument("--out", type=Path, required=True)
+    arguments.add_argument("--cases", required=True)
+    arguments.add_argument("--leave-early", action="store_true", help="the last rank leaves an iteration half-way")
+    given = arguments.parse_args()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    _start(given.rendezvous, rank, world)
+    for fields in json.loads(given.cases):
+        case = Case(**fields)
+        facts = run_case(case, given.models / case.model)
+        (given.out / f"{case.name}.rank{rank}.json").write_text(json.dumps(facts))
+    if given.leave_early:
+        facts = leave_early(given.models / case.model, last=rank == world - 1)
+        (given.out / f"leave-early.rank{rank}.json").write_text(json.dumps(facts))
+        _await_file(given.out / "leave-early.rank0.json")
+    # The process groups may be broken by now, on purpose: nothing is left to say to the others.
+    os._exit(0)
+
+
+def _start(rendezvous: str, rank: int, world: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
+    )
+
+
+def run_case(case: Case, model_dir: Path) -> dict[str, Any]:
+    from trainer_agent.megatron.source import MegatronSource
+
+    facts: dict[str, Any] = {}
+    if case.virtual_pipeline > 1:
+        source = MegatronSource(_bare(case, model_dir), model_dir)
+        return facts | {"metadata": _metadata(source), "loaded": _digests(source), "ties": source.ties()}
+    learner = _learner(case, model_dir)
+    source = MegatronSource(learner.model, model_dir)
+    batch = _batch(json.loads((model_dir / "config.json").read_text())["vocab_size"])
+    facts |= {"metadata": _metadata(source), "ties": source.ties(), "loaded": _digests(source)}
+    facts["logprob_error"] = _error_against_transformers(learner, batch, source, model_dir)
+    facts["losses"] = [learner.step(batch).loss for _ in range(2)]
+    facts["trained"] = _digests(source)
+    facts["trained_logprob_error"] = _error_against_transformers(learner, batch, source, model_dir)
+    facts["losses"] += [learner.step(batch).loss for _ in range(2)]
+    return facts
+
+
+def _learner(case: Case, model_dir: Path) -> Any:
+    from megatron.core import parallel_state
+
+    from trainer_agent.demo.learner import Learner, LearnerSettings
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    import torch
+
+    return Learner(
+        model_dir,
+        LearnerSettings(learning_rate=1e-2, micro_batch=2, distributed_optimizer=case.distributed_optimizer),
+        tensor_parallel=case.tensor_parallel,
+        pipeline_parallel=case.pipeline_parallel,
+        dtype=getattr(torch, case.dtype),
+        vocab_multiple=case.vocab_multiple,
+        sequence_parallel=case.sequence_parallel,
+    )
+
+
+def _bare(case: Case, model_dir: Path) -> Any:
+    from megatron.core import parallel_state
+
+    from trainer_agent.megatron.build import build_from_hf
+
+    if parallel_state.is_initialized():
+        parallel_state.destroy_model_parallel()
+    return build_from_hf(
+        model_dir,
+        tensor_parallel=case.tensor_parallel,
+        pipeline_parallel=case.pipeline_parallel,
+        virtual_pipeline=case.virtual_pipeline,
+        overlap_p2p_comm=True,
+        batch_p2p_comm=False,
+    )
+
+
+def _batch(vocab: int) -> Any:
+    import torch
+
+    from trainer_agent.demo.objective import Trajectory, make_batch
+
+    generator = torch.Generator().manual_seed(7)
+    ids = torch.randint(0, vocab, (ROWS, SEQUENCE + 1), generator=generator).tolist()
+    trajectories = [Trajectory(tuple(row[:5]), tuple(row[5:]), (-3.0,) * (SEQUENCE - 4), 0.0) for row in ids]
+    return make_batch(trajectories, [1.0, -1.0] * (ROWS // 2), SEQUENCE, ROWS)
+
+
+def _metadata(source: Any) -> list[Any]:
+    return [[name, str(dtype), list(shape)] for name, dtype, shape in source.metadata()]
+
+
+def _digests(source: Any) -> dict[str, str]:
+    """sha256 of each tensor's bytes, in the order of iteration."""
+    import torch
+
+    return {n: hashlib.sha256(t.flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in source}
+
+
+def _error_against_transformers(learner: Any, batch: Any, source: Any, model_dir: Path) -> float | None:
+    """Largest logprob difference between Megatron and transformers loaded with what the source exports."""
+    import torch
+    from megatron.core import parallel_state
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    exported = {name: tensor.clone().float() for name, tensor in source}
+    mine = learner.logprobs(batch)
+    if mine is None:
+        return None
+    config = AutoConfig.from_pretrained(model_dir)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+    model.load_state_dict(exported, strict=not source.ties())
+    with torch.no_grad():
+        logprobs = model(batch.tokens).logits.float().log_softmax(-1)
+    theirs = logprobs.gather(-1, batch.labels[..., None])[..., 0]
+    replica = parallel_state.get_data_parallel_rank()
+    return float((mine - theirs[len(mine) * replica : len(mine) * (replica + 1)]).abs().max())
+
+
+def leave_early(model_dir: Path, *, last: bool) -> dict[str, Any]:
+    """The last rank stops iterating after one tensor; what do the others meet?"""
+    from trainer_agent.megatron.source import GatherFailed, MegatronSource
+
+    source = MegatronSource(
+        _bare(Case("", tensor_parallel=2), model_dir), model_dir, deadline_seconds=GATHER_DEADLINE_SECONDS
+    )
+    if last:
+        next(iter(source))
+        return {"left": True}
+    began = time.monotonic()
+    try:
+        for _ in source:
+            pass
+    except GatherFailed as failure:
+        return {"failure": str(failure), "seconds": time.monotonic() - began}
+    return {"failure": None}
+
+
+def _await_file(file: Path) -> None:
+    """Stay alive, or the others would see a lost connection and not a deadline."""
+    give_up = time.monotonic() + COLLECTIVE_TIMEOUT_SECONDS
+    while not file.exists() and time.monotonic() < give_up:
+        time.sleep(0.05)
+
+
+if __name__ == "__main__":
+    main()

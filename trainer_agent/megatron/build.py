@@ -1,0 +1,184 @@
+"""Build a Megatron GPTModel from a Hugging Face model directory, at any tensor and pipeline parallelism.
+
+The model computes what transformers computes from the same directory: checked to 1e-5 in the logits.
+Every rank reads only what its shard needs. Where the vocabulary has to be padded, the padding's logits are
+minus infinity, so that they take no probability. Rotary scalings that Megatron does not have are refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from trainer_agent.megatron import cpu_shim
+from trainer_agent.megatron.families import DecoderShape, UnsupportedModel, family_of, read_config
+from trainer_agent.megatron.layer_spec import decoder_spec
+from trainer_agent.megatron.loading import load_hf
+
+RANDOM_SEED = 1234
+"""Megatron wants its random states seeded. Nothing here draws from them: dropout is off, weights are loaded."""
+LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""What Megatron's rope scaling has built in."""
+
+
+def initialize_parallel(*, tensor_parallel: int = 1, pipeline_parallel: int = 1, virtual_pipeline: int = 1) -> None:
+    """Create Megatron's process groups over the initialised default group, and seed its random states.
+
+    Raises:
+        ValueError: they exist already, at other sizes.
+    """
+    cpu_shim.install()
+    wanted = (tensor_parallel, pipeline_parallel, virtual_pipeline)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel(
+            tensor_parallel,
+            pipeline_parallel,
+            virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        )
+        model_parallel_cuda_manual_seed(RANDOM_SEED)
+    present = (
+        parallel_state.get_tensor_model_parallel_world_size(),
+        parallel_state.get_pipeline_model_parallel_world_size(),
+        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+    )
+    if present != wanted:
+        raise ValueError(f"Megatron runs at (tensor, pipeline, virtual) parallelism {present}, asked for {wanted}")
+
+
+def build_from_hf(
+    path: Path | str,
+    *,
+    tensor_parallel: int = 1,
+    pipeline_parallel: int = 1,
+    virtual_pipeline: int = 1,
+    dtype: torch.dtype | None = None,
+    vocab_multiple: int = 1,
+    **overrides: Any,
+) -> list[Any]:
+    """This rank's part of the model at `path`, loaded: one GPTModel, or one for each virtual-pipeline chunk.
+
+    Args:
+        dtype: of the parameters; the config's own when None.
+        vocab_multiple: each rank's vocabulary rows are padded to a multiple of it.
+        overrides: further fields of Megatron's TransformerConfig, such as `sequence_parallel`.
+
+    Raises:
+        UnsupportedModel: the model's family or one of its settings has no counterpart.
+    """
+    initialize_parallel(
+        tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, virtual_pipeline=virtual_pipeline
+    )
+    config = read_config(path)
+    shape = family_of(config).shape(config)
+    settings = transformer_config(config, dtype=dtype, **overrides)
+    padded = math.ceil(shape.vocab / (vocab_multiple * tensor_parallel)) * vocab_multiple * tensor_parallel
+    stages = [None] if virtual_pipeline == 1 else list(range(virtual_pipeline))
+    chunks = [_gpt_model(config, shape, settings, padded, stage) for stage in stages]
+    load_hf(chunks, path)
+    return chunks
+
+
+def transformer_config(config: Mapping[str, Any], *, dtype: torch.dtype | None = None, **overrides: Any) -> Any:
+    """Megatron's settings for a Hugging Face config: fusions off, nothing random, parallelism as initialised."""
+    shape = family_of(config).shape(config)
+    dtype = dtype or getattr(torch, config.get("dtype") or config.get("torch_dtype") or "float32")
+    fields: dict[str, Any] = {
+        "num_layers": shape.layers,
+        "hidden_size": shape.hidden,
+        "ffn_hidden_size": shape.ffn,
+        "num_attention_heads": shape.heads,
+        "num_query_groups": shape.kv_heads,
+        "kv_channels": shape.head_dim,
+        "add_qkv_bias": shape.qkv_bias,
+        "qk_layernorm": shape.qk_norm,
+        "layernorm_epsilon": config["rms_norm_eps"],
+        "tensor_model_parallel_size": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline_model_parallel_size": parallel_state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline_model_parallel_size": parallel_state.get_virtual_pipeline_model_parallel_world_size(),
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+    }
+    return TransformerConfig(**(_DENSE_DECODER | fields | overrides))
+
+
+_DENSE_DECODER: dict[str, Any] = {
+    "normalization": "RMSNorm",
+    "gated_linear_unit": True,
+    "activation_func": F.silu,
+    "add_bias_linear": False,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+    "use_cpu_initialization": True,
+    # Every parameter is loaded afterwards.
+    "perform_initialization": False,
+    "persist_layer_norm": False,
+    "bias_activation_fusion": False,
+    "bias_dropout_fusion": False,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "attention_softmax_in_fp32": True,
+    # Must be set before DDP is built, which else divides gradients once more.
+    "calculate_per_token_loss": True,
+}
+
+
+def _gpt_model(
+    config: Mapping[str, Any], shape: DecoderShape, settings: Any, padded_vocab: int, vp_stage: int | None
+) -> Any:
+    virtual = {} if vp_stage is None else {"ignore_virtual": False, "vp_stage": vp_stage}
+    model: Any = GPTModel(
+        config=settings,
+        transformer_layer_spec=decoder_spec(settings, vp_stage),
+        vocab_size=padded_vocab,
+        max_sequence_length=config["max_position_embeddings"],
+        pre_process=parallel_state.is_pipeline_first_stage(**virtual),
+        post_process=parallel_state.is_pipeline_last_stage(**virtual),
+        parallel_output=True,
+        share_embeddings_and_output_weights=shape.tied,
+        position_embedding_type="rope",
+        vp_stage=vp_stage,
+        **_rope(config),
+    )
+    if torch.cuda.is_available():
+        model.cuda()
+    if model.post_process and padded_vocab > shape.vocab:
+        _silence_padding(model.output_layer, shape.vocab, padded_vocab)
+    return model
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """GPTModel's rotary arguments. transformers keeps them in `rope_parameters`, older files beside the others."""
+    scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    if kind == "default":
+        return {"rotary_base": theta}
+    if kind == "llama3" and all(scaling.get(key) == value for key, value in LLAMA3_ROPE.items()):
+        return {"rotary_base": theta, "rope_scaling": True, "rope_scaling_factor": scaling["factor"]}
+    raise UnsupportedModel(f"rotary scaling {scaling} has no counterpart in Megatron")
+
+
+def _silence_padding(output_layer: Any, vocab: int, padded_vocab: int) -> None:
+    """Padding rows of the vocabulary would take a share of the softmax."""
+    rows = padded_vocab // parallel_state.get_tensor_model_parallel_world_size()
+    first = rows * parallel_state.get_tensor_model_parallel_rank()
+    real = max(0, min(rows, vocab - first))
+
+    def silence(_: Any, __: Any, output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
+        logits, bias = output
+        padding = torch.arange(logits.shape[-1], device=logits.device) >= real
+        return logits.masked_fill(padding, float("-inf")), bias
+
+    if real < rows:
+        output_layer.register_forward_hook(silence)

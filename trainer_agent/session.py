@@ -1,0 +1,211 @@
+"""The trainer's session with the coordinator: hello, lease, heartbeats, and coming back after a break.
+
+Promises: heartbeats come from the agent's own loop, so a rank whose interpreter is busy, or that is stopped,
+loses no lease by silence; a broken stream is resumed with the term held. Expiry alone fences nobody: only the
+coordinator's STALE_TERM ends a session for good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Protocol
+
+import grpc
+import structlog
+
+from controlplane.core.errors import (
+    CoordinatorRecovering,
+    DeadlineExceeded,
+    LeaseHeld,
+    StaleTerm,
+    WeightplaneError,
+)
+from controlplane.rpc.codec import seconds_from_proto
+from controlplane.rpc.errors import RemoteError, from_rpc_error
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+WELCOME_SECONDS = 10.0
+"""Longest wait for the answer to a hello."""
+FIRST_BACKOFF_SECONDS = 0.2
+MAX_BACKOFF_SECONDS = 2.0
+GOODBYE_SECONDS = 2.0
+TRANSIENT_CODES = frozenset({"UNAVAILABLE", "CANCELLED"})
+"""How a coordinator that stops, restarts or is cut off looks to its clients."""
+
+Call = grpc.aio.StreamStreamCall[fleet_pb2.SessionRequest, fleet_pb2.SessionResponse]
+
+
+class SessionEvents(Protocol):
+    """What the agent is told."""
+
+    def welcomed(self, welcome: fleet_pb2.Welcome) -> None:
+        """The lease is held, under the welcome's term. Again after each break."""
+        ...
+
+    def waiting(self, error: WeightplaneError) -> None:
+        """Not yet; it is tried again."""
+        ...
+
+    def refused(self, error: WeightplaneError) -> None:
+        """For good: StaleTerm (fenced), or a fault of the set-up."""
+        ...
+
+
+class FleetSession:
+    """One session of one life of the set of ranks, over as many streams as it takes."""
+
+    def __init__(
+        self,
+        fleet: fleet_pb2_grpc.FleetAsyncStub,
+        hello: fleet_pb2.TrainerHello,
+        status: Callable[[], fleet_pb2.TrainerStatus],
+        events: SessionEvents,
+    ) -> None:
+        self._fleet = fleet
+        self._hello = hello
+        self._status = status
+        self._events = events
+        self._changed = asyncio.Event()
+        self._goodbye: str | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._backoff = FIRST_BACKOFF_SECONDS
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._run())
+
+    def changed(self) -> None:
+        """The status changed: send it now."""
+        self._changed.set()
+
+    async def close(self, goodbye: str | None) -> None:
+        """End. With a goodbye the lease is given back; without one this is silence, and a next life resumes."""
+        if self._task is None:
+            return
+        self._goodbye = goodbye
+        self._changed.set()
+        if goodbye is not None:
+            await asyncio.wait({self._task}, timeout=GOODBYE_SECONDS)
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+
+    async def _run(self) -> None:
+        while self._goodbye is None:
+            try:
+                await self._stream()
+            except WeightplaneError as error:
+                if not _passes(error):
+                    self._events.refused(error)
+                    return
+                log.info("session_broken", reason=error.reason, cause=str(error))
+                self._events.waiting(error)
+            await asyncio.sleep(self._pause())
+
+    def _pause(self) -> float:
+        """Jittered and doubling, so that a restarted coordinator is not met by all agents at once."""
+        pause = self._backoff * random.uniform(0.5, 1.0)
+        self._backoff = min(self._backoff * 2, MAX_BACKOFF_SECONDS)
+        return pause
+
+    async def _stream(self) -> None:
+        call = self._fleet.Session()
+        try:
+            await call.write(fleet_pb2.SessionRequest(trainer_hello=self._hello))
+            welcome = await self._welcome(call)
+            beat = asyncio.create_task(self._beat(call, seconds_from_proto(welcome.heartbeat_interval)))
+            hear = asyncio.create_task(_hear(call))
+            try:
+                await asyncio.wait({beat, hear}, return_when=asyncio.FIRST_COMPLETED)
+                for task in (hear, beat):
+                    if task.done():
+                        task.result()
+            finally:
+                beat.cancel()
+                hear.cancel()
+                await asyncio.gather(beat, hear, return_exceptions=True)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        except asyncio.InvalidStateError:
+            # Written after the peer ended the stream: its status says why.
+            raise await _status_of(call) from None
+        finally:
+            call.cancel()
+
+    async def _welcome(self, call: Call) -> fleet_pb2.Welcome:
+        try:
+            async with asyncio.timeout(WELCOME_SECONDS):
+                response = await call.read()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                phase="hello", waited_for="the coordinator's welcome", waited_seconds=WELCOME_SECONDS
+            ) from None
+        if response is grpc.aio.EOF:
+            raise await _status_of(call)
+        assert isinstance(response, fleet_pb2.SessionResponse)
+        self._backoff = FIRST_BACKOFF_SECONDS
+        self._hello.held_term = response.welcome.trainer_term
+        self._hello.takeover = False
+        self._events.welcomed(response.welcome)
+        return response.welcome
+
+    async def _beat(self, call: Call, interval: float) -> None:
+        while self._goodbye is None:
+            self._changed.clear()
+            await call.write(fleet_pb2.SessionRequest(trainer_status=self._status()))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(interval):
+                    await self._changed.wait()
+        await call.write(fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye)))
+        await call.done_writing()
+        async with asyncio.timeout(GOODBYE_SECONDS):
+            await call.code()
+
+
+async def discover_run(fleet: fleet_pb2_grpc.FleetAsyncStub, model: str) -> str:
+    """The coordinator's own run: for trainers that were not told one. Waits until it is reachable.
+
+    Raises:
+        WeightplaneError: the coordinator refuses.
+    """
+    while True:
+        call = fleet.WatchRoutes(fleet_pb2.WatchRoutesRequest(model=model))
+        try:
+            response = await call.read()
+            if isinstance(response, fleet_pb2.WatchRoutesResponse):
+                return response.run_id
+            raise await _status_of(call)
+        except grpc.aio.AioRpcError as error:
+            typed = from_rpc_error(error)
+            if not _passes(typed):
+                raise typed from error
+        finally:
+            call.cancel()
+        await asyncio.sleep(MAX_BACKOFF_SECONDS * random.uniform(0.5, 1.0))
+
+
+async def _hear(call: Call) -> None:
+    """The fleet's state is no concern of a trainer: reading it notices the stream's end."""
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    raise await _status_of(call)
+
+
+async def _status_of(call: grpc.aio.Call) -> WeightplaneError:
+    """Why the peer ended a stream, as an error also where it says OK: a session's end is never success."""
+    code, details = await call.code(), await call.details()
+    if code is grpc.StatusCode.OK:
+        return RemoteError(code="UNAVAILABLE", text="the coordinator ended the session")
+    trailing = await call.trailing_metadata()
+    return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
+
+
+def _passes(error: WeightplaneError) -> bool:
+    """Whether trying again can help."""
+    if isinstance(error, RemoteError):
+        return error.code in TRANSIENT_CODES
+    return isinstance(error, (LeaseHeld, CoordinatorRecovering, DeadlineExceeded)) and not isinstance(error, StaleTerm)

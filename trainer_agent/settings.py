@@ -1,0 +1,62 @@
+"""Settings of a trainer agent."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from controlplane.core.errors import InvalidRequest
+from trainer_agent.chunking import DEFAULT_CHUNK_BYTES
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+MIN_CHUNK_BYTES = 64 * 1024
+
+
+def default_trainer_id() -> str:
+    """`trainer-` and the host's name: stable over restarts."""
+    return f"trainer-{socket.gethostname()}"[:128]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSettings:
+    """What a trainer agent is told once, at its start.
+
+    Raises:
+        InvalidRequest: a value that cannot work.
+    """
+
+    coordinator: str
+    """host:port of the coordinator."""
+    run_id: str = ""
+    """The run. Empty: the coordinator's."""
+    model: str = "policy"
+    """The model that the ranks train; a rank that says another is refused. Empty: whatever the ranks say."""
+    trainer_id: str = field(default_factory=default_trainer_id)
+    """Name of the trainer, stable over restarts."""
+    nproc_per_node: int = 1
+    """Ranks to start."""
+    max_restarts: int = 3
+    """How often the set of ranks is started again after a failure. A fenced set never is."""
+    state_dir: Path | None = None
+    """Where the agent notes whose ranks it started, so that after a crash it can prove them dead and get its lease
+    back at once. None: it waits for the lease to lapse."""
+    takeover: bool = False
+    """Take the lease over whoever holds it; the holder is fenced."""
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Largest range of a segment that is announced at once."""
+    stop_seconds: float = 30.0
+    """How long ranks may take to end after SIGTERM, before they are killed."""
+
+    def __post_init__(self) -> None:
+        if not self.coordinator:
+            raise InvalidRequest(field="coordinator", problem="is required")
+        if _NAME.fullmatch(self.trainer_id) is None:
+            raise InvalidRequest(field="trainer_id", problem=f"{self.trainer_id!r} does not match {_NAME.pattern}")
+        if self.nproc_per_node < 1:
+            raise InvalidRequest(field="nproc_per_node", problem=f"at least 1, not {self.nproc_per_node}")
+        if self.max_restarts < 0:
+            raise InvalidRequest(field="max_restarts", problem=f"at least 0, not {self.max_restarts}")
+        if self.chunk_bytes < MIN_CHUNK_BYTES:
+            raise InvalidRequest(field="chunk_bytes", problem=f"at least {MIN_CHUNK_BYTES}, not {self.chunk_bytes}")
