@@ -20,6 +20,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NewType, TypeVar, Union, get_args, get_origin
 
+from controlplane.core.errors import WeightplaneError
+
 T = TypeVar("T")
 Settings = Mapping[str, Any]
 
@@ -28,7 +30,7 @@ class ConfigError(ValueError):
     """What is wrong with the settings, in one line: the key, what was expected, what was found."""
 
     def __init__(self, key: str, problem: str, source: str = "") -> None:
-        super().__init__(f"{source}: {key}: {problem}" if source else f"{key}: {problem}")
+        super().__init__(": ".join(part for part in (source, key, problem) if part))
         self.key = key
         self.problem = problem
 
@@ -119,8 +121,8 @@ def _dataclass(cls: type[T], given: Settings, place: _Place) -> T:
         return cls(**values)
     except ConfigError:
         raise
-    except ValueError as error:
-        raise ConfigError(place.key or cls.__name__, str(error)) from error
+    except (ValueError, WeightplaneError) as error:
+        raise ConfigError(place.key, str(error)) from error
 
 
 def _unknown(name: str, known: Iterable[str]) -> str:

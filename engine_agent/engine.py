@@ -8,7 +8,7 @@ weights in, tokens out, and says honestly whether its weights were touched.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -122,7 +122,7 @@ class Engine(Protocol):
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
-    ) -> AsyncIterator[GenerationDelta]:
+    ) -> AsyncGenerator[GenerationDelta, None]:
         """Generate. Closing the iterator aborts the request in the engine. While paused the request waits.
 
         The caller has validated token ids and lengths. Raises EngineDied.

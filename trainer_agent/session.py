@@ -20,7 +20,6 @@ from controlplane.core.errors import (
     CoordinatorRecovering,
     DeadlineExceeded,
     LeaseHeld,
-    StaleTerm,
     WeightplaneError,
 )
 from controlplane.rpc.codec import seconds_from_proto
@@ -150,6 +149,7 @@ class FleetSession:
         self._backoff = FIRST_BACKOFF_SECONDS
         self._hello.held_term = response.welcome.trainer_term
         self._hello.takeover = False
+        self._hello.ended_incarnation = ""
         self._events.welcomed(response.welcome)
         return response.welcome
 
@@ -208,4 +208,4 @@ def _passes(error: WeightplaneError) -> bool:
     """Whether trying again can help."""
     if isinstance(error, RemoteError):
         return error.code in TRANSIENT_CODES
-    return isinstance(error, (LeaseHeld, CoordinatorRecovering, DeadlineExceeded)) and not isinstance(error, StaleTerm)
+    return isinstance(error, (LeaseHeld, CoordinatorRecovering, DeadlineExceeded))

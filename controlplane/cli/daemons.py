@@ -12,7 +12,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from controlplane.cli.ending import reported
+from controlplane.cli.ending import CommandFailed, reported
+from controlplane.exit_codes import ExitCode
 
 T = TypeVar("T")
 
@@ -111,5 +112,9 @@ def _prepare(component: str, log_level: str, parent: int | None) -> None:
     from controlplane.rpc.logs import configure_logging
 
     configure_logging(component, level=log_level.upper())
-    if parent is not None:
+    if parent is None:
+        return
+    try:
         die_with_parent(parent)
+    except ProcessLookupError as error:
+        raise CommandFailed(ExitCode.FAILED, str(error)) from error

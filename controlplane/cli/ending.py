@@ -16,6 +16,14 @@ from controlplane.exit_codes import ExitCode
 P = ParamSpec("P")
 
 
+class CommandFailed(Exception):
+    """A command could not do what was asked: the exit code, and the line (or lines) that people see."""
+
+    def __init__(self, code: ExitCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
 def reported(command: Callable[P, int]) -> Callable[P, None]:
     """Make a command whose result is its exit code end as commands do: code, one line, or Ctrl-C."""
 
@@ -38,6 +46,8 @@ def reported(command: Callable[P, int]) -> Callable[P, None]:
 
 def _expected(error: Exception) -> tuple[int, str] | None:
     """The code and the line of an expected error; None for any other."""
+    if isinstance(error, CommandFailed):
+        return error.code, str(error)
     from controlplane.config import ConfigError
 
     if isinstance(error, ConfigError):
@@ -58,14 +68,14 @@ def _code(error: Exception) -> ExitCode:
     from controlplane.core import errors as e
     from controlplane.rpc.errors import RemoteError
 
+    if isinstance(error, RemoteError) and error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+        return ExitCode.UNREACHABLE
     codes: list[tuple[type[e.WeightplaneError], ExitCode]] = [
         (e.StaleTerm, ExitCode.FENCED),
         (e.LeaseHeld, ExitCode.LEASE_HELD),
         (e.PeerLost, ExitCode.UNREACHABLE),
         (e.EngineDied, ExitCode.ENGINE_FAILED),
     ]
-    if isinstance(error, RemoteError):
-        return ExitCode.UNREACHABLE if error.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED") else ExitCode.FAILED
     return next((code for cls, code in codes if isinstance(error, cls)), ExitCode.FAILED)
 
 

@@ -34,11 +34,11 @@ _PHASE_STYLES = {"committed": "green", "degraded": "yellow", "failed": "red"}
 
 def render_fleet(view: operator_pb2.FleetView, now: float) -> RenderableType:
     """The whole of `weightplane status`. `now` is the wall clock's time in seconds."""
-    parts: list[RenderableType] = [_head(view), engines_table(view, now)]
+    parts: list[RenderableType] = [_head(view), Text(), engines_table(view, now)]
     if view.trainers:
-        parts.append(_trainers_table(view.trainers, now))
+        parts += [Text(), _trainers_table(view.trainers, now)]
     if view.updates:
-        parts.append(_updates_table(view.updates))
+        parts += [Text(), _updates_table(view.updates)]
     return Group(*parts)
 
 
@@ -52,10 +52,11 @@ def engines_table(view: operator_pb2.FleetView, now: float) -> Table:
         state = Text(word, style=_STYLES.get(word, ""))
         name = engine.status.engine.engine_id
         if not engine.known:
-            table.add_row(name, state, UNKNOWN, served, UNKNOWN, "", "", "", engine.endpoint, seen)
+            _row(table, name, state, UNKNOWN, served, UNKNOWN, "", "", "", engine.endpoint, seen)
             continue
         status = engine.status
-        table.add_row(
+        _row(
+            table,
             name,
             state,
             applied_text(status),
@@ -103,7 +104,8 @@ def _trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) ->
     table = _table("TRAINER", "MODEL", "TERM", "RANKS", "STEP", "PHASE", "LEASE")
     for trainer in trainers:
         status = trainer.status
-        table.add_row(
+        _row(
+            table,
             trainer.trainer_id,
             trainer.model,
             str(trainer.term),
@@ -119,7 +121,8 @@ def _updates_table(updates: Iterable[fleet_pb2.UpdateState]) -> Table:
     table = _table("UPDATE", "MODEL", "VERSION", "STEP", "PHASE", "ENGINES", "CAUSE")
     for update in list(updates)[:UPDATES_SHOWN]:
         phase = fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
-        table.add_row(
+        _row(
+            table,
             update.update_id,
             update.model,
             version_text(update.version),
@@ -153,6 +156,11 @@ def _ago(seconds: float) -> str:
 
 def _lease(seconds: float) -> str:
     return f"{seconds:.0f} s left" if seconds > 0 else "expired"
+
+
+def _row(table: Table, *cells: str | Text) -> None:
+    """Cells are text: a name with brackets in it is no markup."""
+    table.add_row(*(Text(c) if isinstance(c, str) else c for c in cells))
 
 
 def _table(*columns: str) -> Table:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -24,18 +24,13 @@ def health(
 
 
 async def _health(addr: str, service: str, timeout: float) -> int:
-    import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-    from controlplane.rpc.channels import open_channel
-    from controlplane.rpc.errors import from_rpc_error
+    from controlplane.cli.ask import asking
 
-    async with open_channel(addr) as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
-        try:
-            answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+    async with asking(addr) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its type stubs leave the calls out
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
     word = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
     typer.echo(word)
     return ExitCode.OK if word == "SERVING" else ExitCode.FAILED

@@ -6,7 +6,6 @@ Each command ends with a code of `controlplane.exit_codes`; an expected error is
 
 from __future__ import annotations
 
-import sys
 from importlib.metadata import version
 from typing import Annotated
 
@@ -52,4 +51,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

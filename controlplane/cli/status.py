@@ -40,16 +40,10 @@ def status(
 
 
 async def _get_fleet(coordinator: str, timeout: float) -> operator_pb2.FleetView:
-    import grpc
-
-    from controlplane.rpc.channels import open_channel
-    from controlplane.rpc.errors import from_rpc_error
+    from controlplane.cli.ask import asking
     from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
-    async with open_channel(coordinator) as channel:
+    async with asking(coordinator) as channel:
         stub = operator_pb2_grpc.OperatorStub(channel)
-        try:
-            answer = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=timeout)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
+        answer = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=timeout)
     return answer.fleet

@@ -226,7 +226,7 @@ class RolloutClient:
                     yield delta
                     if delta.ending is not None:
                         return
-            except grpc.RpcError as error:
+            except grpc.aio.AioRpcError as error:
                 raise self._typed(error, route, ask) from error
             finally:
                 call.cancel()
@@ -236,7 +236,7 @@ class RolloutClient:
         """Half of the patience left, so that another engine can still be tried after this one."""
         return max((ask.patience - time.monotonic()) / 2, SHORTEST_WAIT_SECONDS)
 
-    def _typed(self, error: grpc.RpcError, route: Route, ask: _Ask) -> e.WeightplaneError:
+    def _typed(self, error: grpc.aio.AioRpcError, route: Route, ask: _Ask) -> e.WeightplaneError:
         typed = from_rpc_error(error)
         if not isinstance(typed, RemoteError):
             return typed
@@ -292,7 +292,7 @@ class RolloutClient:
                     async for response in stub.WatchRoutes(request):
                         pause = WATCH_BACKOFF_SECONDS
                         self._take(response)
-                except grpc.RpcError as error:
+                except grpc.aio.AioRpcError as error:
                     self._lost(from_rpc_error(error))
                 self._table.mark_stale()
                 await asyncio.sleep(pause)

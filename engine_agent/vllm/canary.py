@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from engine_agent.engine import CanaryReport
@@ -34,8 +35,11 @@ def canary_prompt(vocab_size: int, max_model_len: int) -> list[int]:
     return [1 + (i * (vocab_size - 1)) // length for i in range(length)]
 
 
-async def speak(llm: Any, prompt: list[int], decoded: int) -> CanaryReport:
-    """Run the prompt. Raises CanarySilent."""
+async def speak(llm: Any, prompt: list[int], decoded: int, resume: Callable[[], Awaitable[None]]) -> CanaryReport:
+    """Run the prompt on a paused engine, which `resume` lets run. Raises CanarySilent.
+
+    The request is in the engine's queue before the scheduler runs, else kept requests would take every place.
+    """
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -49,12 +53,12 @@ async def speak(llm: Any, prompt: list[int], decoded: int) -> CanaryReport:
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     name = f"weightplane-canary-{next(_numbers)}"
-    final: Any = None
-    async for output in llm.generate(tokens_input(prompt, cache_salt=name), params, name, priority=FIRST):
-        final = output
-    if final is None:
-        raise CanarySilent("no reply")
-    return _judge(final, prompt, decoded)
+    reply = await llm.add_request(name, tokens_input(prompt, cache_salt=name), params, priority=FIRST)
+    try:
+        await resume()
+        return _judge(await reply.get(), prompt, decoded)
+    finally:
+        await llm.abort(name)  # of a request that ended by itself nothing is left to abort
 
 
 def _judge(output: Any, prompt: list[int], decoded: int) -> CanaryReport:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import psutil
@@ -102,7 +102,7 @@ class VllmEngine:
 
     def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
-    ) -> AsyncIterator[GenerationDelta]:
+    ) -> AsyncGenerator[GenerationDelta, None]:
         # the salt keeps prefixes of different versions apart even if a cache were not cleared
         return self._streams.run(self._core, request_id, prompt_token_ids, sampling, self._label)
 
@@ -141,10 +141,9 @@ class VllmEngine:
         prompt = canary_prompt(facts.vocab_size, facts.max_model_len)
         if len(self._streams):  # requests that run already would keep their places in the batch
             await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
-        await self.resume()
+        decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
         try:
-            decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
-            return await core.ask(speak(core.llm, prompt, decoded), "canary", limit)
+            return await core.ask(speak(core.llm, prompt, decoded, self.resume), "canary", limit)
         except (CanarySilent, DeadlineExceeded) as e:
             self._installer.kv_suspect = True
             raise CanaryFailed(self._engine_id, self._label or "unset", str(e)) from e

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import math
 from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +48,8 @@ class Rig:
 
 @dataclass
 class Sample:
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
     spans: tuple[tuple[str, int, int], ...] = ()
     cached: int = 0
     finish_reason: str | None = None
@@ -104,27 +104,40 @@ async def push(engine: VllmEngine, state: State) -> str:
     return label
 
 
-async def generate(engine: VllmEngine, count: int, *, prompt: list[int] = PROMPT, name: str | None = None) -> Sample:
-    sample = Sample([], [])
+async def generate(
+    engine: VllmEngine,
+    count: int,
+    *,
+    prompt: list[int] = PROMPT,
+    name: str | None = None,
+    slow_seconds: float = 0.0,
+    into: Sample | None = None,
+) -> Sample:
+    sample = into or Sample()
     sampling = SamplingSettings(max_tokens=count, temperature=0.0, ignore_eos=True)
     async for delta in engine.generate(name or f"request-{next(_labels)}", prompt, sampling):
         assert len(delta.logprobs) == len(delta.token_ids)
         sample.tokens += delta.token_ids
         sample.logprobs += delta.logprobs
         sample.cached = max(sample.cached, delta.cached_prompt_tokens)
-        sample = replace(sample, spans=delta.engine_spans, finish_reason=delta.finish_reason)
+        sample.spans, sample.finish_reason = delta.engine_spans, delta.finish_reason
+        await asyncio.sleep(slow_seconds)
     return sample
 
 
 async def live(engine: VllmEngine, names: list[str], count: int) -> dict[str, asyncio.Task[Sample]]:
-    """Requests that have spoken at least one token each."""
-    tasks = {n: asyncio.create_task(generate(engine, count, prompt=[*PROMPT, i], name=n)) for i, n in enumerate(names)}
-    while True:
-        seen = await engine.quiesce()
-        await engine.resume()
-        if len(seen.token_counts) == len(names) and all(seen.token_counts.values()):
-            return tasks
+    """Requests that have spoken a few tokens each, and whose consumers lag behind the engine."""
+    samples = [Sample() for _ in names]
+    tasks = {
+        name: asyncio.create_task(
+            generate(engine, count, prompt=[*PROMPT, i], name=name, slow_seconds=0.01, into=samples[i])
+        )
+        for i, name in enumerate(names)
+    }
+    while not all(len(s.tokens) > 4 for s in samples):
         assert not any(t.done() for t in tasks.values()), "a request ended before all had begun"
+        await asyncio.sleep(0.001)
+    return tasks
 
 
 def assert_speaks_as(rig: Rig, state: State, sample: Sample, prompt: list[int] = PROMPT) -> None:

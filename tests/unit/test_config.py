@@ -11,6 +11,7 @@ from typing import Any, Literal, NewType
 import pytest
 
 from controlplane.config import ConfigError, load, parse_overrides
+from controlplane.core.errors import InvalidRequest
 
 EngineId = NewType("EngineId", str)
 
@@ -173,6 +174,22 @@ def test_what_is_wrong_is_said_with_key_expected_and_got(write: Any, override: M
 )
 def test_text_of_the_command_line_must_spell_the_settings_type(write: Any, item: str, words: str) -> None:
     assert refusal(write(GOOD), parse_overrides([item])) == words
+
+
+@dataclass(frozen=True)
+class Limits:
+    ranks: int = 1
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise InvalidRequest(field="ranks", problem=f"at least 1, not {self.ranks}")
+
+
+def test_a_typed_refusal_of_the_settings_is_a_config_error_too(write: Any) -> None:
+    file = write("ranks = 0")
+    with pytest.raises(ConfigError) as caught:
+        load(Limits, file)
+    assert str(caught.value) == f"{file}: ranks: at least 1, not 0"
 
 
 def test_a_required_key_that_is_missing_is_named() -> None:

@@ -26,12 +26,9 @@ _HEADER_ALIGNMENT_BYTES = 8
 
 
 def export_hf(source: WeightSource, model_dir: Path | str, directory: Path | str, *, write: bool) -> None:
-    """Write the source's weights, with the other files of `model_dir`, as the new directory `directory`.
+    """Write the source's weights, with the other files of `model_dir`, as `directory`, in place of what was there.
 
     A collective where the source is one: every rank calls it, and the one with `write` set writes.
-
-    Raises:
-        FileExistsError: `directory` is there and not empty.
     """
     if not write:
         for _ in source:
@@ -45,6 +42,7 @@ def export_hf(source: WeightSource, model_dir: Path | str, directory: Path | str
         _set_dtype(unfinished / "config.json", source.metadata())
         write_safetensors(source, unfinished / "model.safetensors")
         unfinished.chmod(0o755)
+        shutil.rmtree(directory, ignore_errors=True)
         unfinished.rename(directory)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from pathlib import Path
 
 
-class DemoModel(str, Enum):
+class DemoModel(StrEnum):
     """Which model is trained."""
 
     SMOLLM2 = "smollm2"
@@ -16,7 +16,7 @@ class DemoModel(str, Enum):
 
     @property
     def default_steps(self) -> int:
-        return {DemoModel.SMOLLM2: 12, DemoModel.TINY: 20}[self]
+        return {DemoModel.SMOLLM2: 8, DemoModel.TINY: 10}[self]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,27 @@
+"""One question to a daemon: a channel whose errors come out typed, and say who did not answer."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import grpc
+
+from controlplane.cli.ending import CommandFailed
+from controlplane.exit_codes import ExitCode
+from controlplane.rpc.channels import open_channel
+from controlplane.rpc.errors import RemoteError, from_rpc_error
+
+
+@asynccontextmanager
+async def asking(address: str) -> AsyncIterator[grpc.aio.Channel]:
+    """A channel to `address`. Raises CommandFailed when nobody answers there in time, else what the daemon raised."""
+    async with open_channel(address) as channel:
+        try:
+            yield channel
+        except grpc.aio.AioRpcError as error:
+            typed = from_rpc_error(error)
+            if isinstance(typed, RemoteError) and typed.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                cause = typed.text.rpartition(": ")[2]
+                raise CommandFailed(ExitCode.UNREACHABLE, f"nobody answers at {address}: {cause}") from error
+            raise typed from error

@@ -1,0 +1,156 @@
+"""The demo's processes: started, watched, ended in order.
+
+Promises: a process that ends though it should live ends the demo, with its name, its code and the last lines of its
+log; at the end nothing that any of them started is left, wherever it moved to, since each inherits a mark in its
+environment. Each is the leader of its own session, so that Ctrl-C reaches only the demo, which then ends them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from controlplane.cli.ending import CommandFailed
+from controlplane.exit_codes import ExitCode
+
+T = TypeVar("T")
+
+MARK_VARIABLE = "WEIGHTPLANE_DEMO"
+STOP_SECONDS = 20.0
+"""For an orderly end of one process, before it is killed."""
+KILL_SECONDS = 5.0
+LOG_LINES_SHOWN = 12
+LOG_LINE_WIDTH = 240
+
+
+@dataclass(frozen=True)
+class Child:
+    """One process of the demo."""
+
+    name: str
+    process: asyncio.subprocess.Process
+    log: Path
+
+    @property
+    def ended(self) -> bool:
+        return self.process.returncode is not None
+
+
+class Crew:
+    """Every process of one demo. `mark` is unique to it."""
+
+    def __init__(self, logs: Path, mark: str) -> None:
+        self._logs = logs
+        self._mark = mark
+        self._children: list[Child] = []
+        self.hurry = False
+        """Set at a second Ctrl-C: from then on nobody is asked, everybody is killed."""
+
+    async def start(self, name: str, command: Iterable[str], environment: Mapping[str, str] | None = None) -> Child:
+        """Start a process whose output goes to `logs/NAME.log`."""
+        log = self._logs / f"{name}.log"
+        with log.open("wb") as output:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                env=os.environ | dict(environment or {}) | {MARK_VARIABLE: self._mark},
+            )
+        child = Child(name, process, log)
+        self._children.append(child)
+        return child
+
+    async def weightplane(self, name: str, *words: str, environment: Mapping[str, str] | None = None) -> Child:
+        """Start a daemon of ours that ends when the demo does, however that comes about."""
+        command, *rest = words
+        own = [sys.executable, "-m", "controlplane.cli.main", command, "--die-with-parent", str(os.getpid())]
+        return await self.start(name, [*own, *rest], environment)
+
+    async def within(self, seconds: float, what: str, work: Awaitable[T], *, may_end: Child | None = None) -> T:
+        """The result of `work`.
+
+        Raises:
+            CommandFailed: a process other than `may_end` ended meanwhile, or `seconds` went by.
+        """
+        task = asyncio.ensure_future(work)
+        deaths = {asyncio.create_task(c.process.wait()): c for c in self._children if c is not may_end}
+        try:
+            done, _ = await asyncio.wait({task, *deaths}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if task in done:
+                return task.result()
+            if done:
+                raise died(next(deaths[d] for d in deaths if d in done))
+            raise CommandFailed(ExitCode.FAILED, f"waited {seconds:.0f} s for {what}{self._tails()}")
+        finally:
+            for waiting in (task, *deaths):
+                waiting.cancel()
+            await asyncio.gather(task, *deaths, return_exceptions=True)
+
+    async def stop(self, child: Child) -> None:
+        """Ask one process to end; kill it and its group if it does not. It is no longer watched."""
+        self._children = [c for c in self._children if c is not child]
+        if not child.ended and not self.hurry:
+            _signal(child.process.pid, signal.SIGTERM)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ended_or_hurry(child), STOP_SECONDS)
+        _signal_group(child.process.pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(child.process.wait(), KILL_SECONDS)
+
+    async def stop_all(self) -> None:
+        """End every process, the last started first, and whatever they left behind."""
+        for child in reversed(list(self._children)):
+            await self.stop(child)
+        for pid in marked(self._mark):
+            _signal(pid, signal.SIGKILL)
+
+    async def _ended_or_hurry(self, child: Child) -> None:
+        while not child.ended and not self.hurry:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(child.process.wait(), 0.2)
+
+    def _tails(self) -> str:
+        return "".join(_tail(child) for child in self._children)
+
+
+def died(child: Child) -> CommandFailed:
+    """What to say of a process that ended though it should not have."""
+    code = child.process.returncode
+    how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
+    return CommandFailed(ExitCode.FAILED, f"{child.name} ended with {how}{_tail(child)}")
+
+
+def marked(mark: str) -> list[int]:
+    """Processes of this user that carry the demo's mark, this one excepted."""
+    wanted = f"{MARK_VARIABLE}={mark}".encode()
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                if wanted in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+    return found
+
+
+def _tail(child: Child) -> str:
+    lines = child.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+    return "".join(f"\n  {child.name} | {line[:LOG_LINE_WIDTH]}" for line in lines)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, number)
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)

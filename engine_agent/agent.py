@@ -1,0 +1,240 @@
+"""The engine agent process: one engine, life after life, and the services beside it.
+
+Order of a start: the port is bound, the engine starts, then the coordinator is told (L6). An engine that dies is
+replaced by a fresh one in a new incarnation, unset, with a growing wait and a limit; nothing of the old one is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import structlog
+
+from controlplane.core import engine_core as core
+from controlplane.core.engine_state import EngineState
+from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
+from controlplane.devices import cpu_device_uuid
+from controlplane.exit_codes import ExitCode
+from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
+from engine_agent.engine import Engine
+from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.lifecycle_service import LifecycleService
+from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.remembered import Memory
+from engine_agent.rollout_service import RolloutService
+from engine_agent.session import Session
+from engine_agent.update_service import WeightUpdateService
+from engine_agent.vllm.settings import VllmSettings
+from weightplane.v1 import (
+    lifecycle_pb2,
+    lifecycle_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    weight_update_pb2,
+    weight_update_pb2_grpc,
+)
+
+log = structlog.get_logger(__name__)
+
+RESTART_WAIT_SECONDS = (1.0, 30.0)
+"""First and longest wait before a dead engine is replaced; doubled in between."""
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """How an engine agent runs."""
+
+    engine_id: str
+    """Name of the engine, unique in the run, stable over restarts."""
+    coordinator: str = "127.0.0.1:7070"
+    """Address of the coordinator."""
+    run_id: str = "default"
+    """The run that it belongs to."""
+    model: str = "policy"
+    """The model that it serves."""
+    listen: str = "127.0.0.1:0"
+    """Address to serve on; port 0 takes any free one."""
+    advertise: str = ""
+    """Address that others reach it by, if it is not the one it listens on."""
+    state_dir: Path = Path("weightplane-state")
+    """Directory for what must survive the agent: `<engine_id>.json`."""
+    backend: str = "vllm"
+    """vllm, or memory: an engine without a model, for tests."""
+    vllm: VllmSettings | None = None
+    """Settings of the vLLM engine."""
+    memory: MemorySettings = field(default_factory=MemorySettings)
+    """Settings of the in-memory engine."""
+    cpu_devices: tuple[int, ...] = ()
+    """On a host without GPUs: numbers of the "devices" of its workers; trainer ranks of equal numbers are colocated."""
+    stream_idle_seconds: float = 60.0
+    """An update's stream without a frame for so long is aborted."""
+    max_restarts: int = 5
+    """Lives after the first; then the agent ends."""
+
+
+async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
+    """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
+    stop = stop or asyncio.Event()
+    holder = EngineLifeHolder()
+    memory = Memory(settings.state_dir / f"{settings.engine_id}.json")
+    try:
+        holder.life = _new_life(settings, memory)
+        server = await start_server(settings.listen, _services(holder, settings))
+    except PortUnavailable as error:
+        log.error("port_unavailable", cause=str(error))
+        return ExitCode.PORT_IN_USE
+    except LedgerError as error:
+        log.error("memory_failed", cause=str(error))
+        return ExitCode.LEDGER
+    signalled = asyncio.create_task(wait_for_signal(stop))
+    agent = _Agent(settings, memory, holder, server, signalled)
+    try:
+        return await agent.run()
+    finally:
+        signalled.cancel()
+        await server.stop()
+        log.info("engine_agent_stopped")
+
+
+class _Agent:
+    """Lives, one after the other."""
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        memory: Memory,
+        holder: EngineLifeHolder,
+        server: RunningServer,
+        signalled: asyncio.Task[None],
+    ) -> None:
+        self._settings = settings
+        self._memory = memory
+        self._holder = holder
+        self._server = server
+        self._signalled = signalled
+        self._endpoint = settings.advertise or server.address
+
+    async def run(self) -> int:
+        wait = RESTART_WAIT_SECONDS[0]
+        for life_number in range(self._settings.max_restarts + 1):
+            if life_number:
+                await asyncio.wait({self._signalled}, timeout=wait)
+                wait = min(wait * 2, RESTART_WAIT_SECONDS[1])
+                self._holder.life = _new_life(self._settings, self._memory)
+            if self._signalled.done():
+                return ExitCode.OK
+            code = await self._live(self._holder.life)
+            if code is not None:
+                return code
+        log.error("engine_died_too_often", lives=self._settings.max_restarts + 1)
+        return ExitCode.ENGINE_FAILED
+
+    async def _live(self, life: EngineLife) -> int | None:
+        """One life. None: it died, and another may follow."""
+        cause = "the agent stops"
+        try:
+            if not await self._start(life):
+                return ExitCode.OK
+            log.info("engine_ready", endpoint=self._endpoint, incarnation=life.core.state.incarnation)
+            session = Session(life, self._settings.coordinator, self._endpoint)
+            running = asyncio.create_task(session.run())
+            readiness = asyncio.create_task(self._follow_readiness(life))
+            try:
+                ends: set[asyncio.Future[Any]] = {self._signalled, life.died, running}
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                if life.died.done():
+                    cause = life.died.result()
+                    log.error("engine_died", cause=cause)
+                    return None
+                if self._signalled.done():
+                    life.apply(core.Stopping())
+                    await session.leave("the agent stops")
+                    return ExitCode.OK
+                running.result()
+                return ExitCode.FAILED
+            finally:
+                running.cancel()
+                readiness.cancel()
+                await self._server.set_serving(False)
+        except EngineDied as error:
+            cause = str(error)
+            log.error("engine_start_failed", cause=cause)
+            return None
+        except WeightplaneError as error:
+            log.error("session_refused", reason=error.reason, text=str(error))
+            return ExitCode.CONFIG
+        finally:
+            await life.end(cause)
+
+    async def _start(self, life: EngineLife) -> bool:
+        """False: a signal came first."""
+        starting = asyncio.create_task(life.start())
+        await asyncio.wait({starting, self._signalled}, return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            return True
+        starting.cancel()
+        await asyncio.wait({starting})
+        return False
+
+    async def _follow_readiness(self, life: EngineLife) -> None:
+        """Readiness is the gate."""
+        async for _ in life.state.watch():
+            await self._server.set_serving(life.open)
+
+
+def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
+    state = EngineState(
+        RunId(settings.run_id),
+        ModelName(settings.model),
+        EngineId(settings.engine_id),
+        Incarnation(uuid.uuid4().hex[:16]),
+    )
+    return EngineLife(state, _new_engine(settings), memory)
+
+
+def _new_engine(settings: EngineSettings) -> Engine:
+    devices = tuple(str(cpu_device_uuid(i)) for i in settings.cpu_devices)
+    if settings.backend == "memory":
+        memory = replace(settings.memory, device_uuids=devices) if devices else settings.memory
+        return MemoryEngine(memory, settings.engine_id)
+    if settings.vllm is None:
+        raise EngineDied(engine_id=settings.engine_id, cause="backend vllm needs the settings under [vllm]")
+    from engine_agent.vllm.engine import VllmEngine  # heavy: an agent with the in-memory engine needs no vLLM
+
+    vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
+    return VllmEngine(vllm, settings.engine_id)
+
+
+def _services(holder: EngineLifeHolder, settings: EngineSettings) -> list[Callable[[grpc.aio.Server], str]]:
+    def add(register: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> Any:
+        def add_to(server: grpc.aio.Server) -> str:
+            register(servicer, server)
+            return name
+
+        return add_to
+
+    return [
+        add(
+            weight_update_pb2_grpc.add_WeightUpdateServicer_to_server,
+            WeightUpdateService(holder, settings.stream_idle_seconds),
+            weight_update_pb2.DESCRIPTOR.services_by_name["WeightUpdate"].full_name,
+        ),
+        add(
+            rollout_pb2_grpc.add_RolloutServicer_to_server,
+            RolloutService(holder),
+            rollout_pb2.DESCRIPTOR.services_by_name["Rollout"].full_name,
+        ),
+        add(
+            lifecycle_pb2_grpc.add_LifecycleServicer_to_server,
+            LifecycleService(holder),
+            lifecycle_pb2.DESCRIPTOR.services_by_name["Lifecycle"].full_name,
+        ),
+    ]

@@ -1,0 +1,289 @@
+"""One incarnation of one engine: its core, its engine, its live requests, its gate, its install.
+
+Decisions are in `controlplane.core.engine_core`; here they are carried out. Installs and the gate share one lock,
+so the engine's scheduler is started and stopped by one of them at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+import structlog
+
+from controlplane import failpoints
+from controlplane.core import engine_core as core
+from controlplane.core.engine_state import EngineState, Life, Poisoned, Timings
+from controlplane.core.errors import (
+    CanaryFailed,
+    EngineDied,
+    InstallFailed,
+    InstallTimedOut,
+    WeightplaneError,
+)
+from controlplane.core.versions import Term, UpdateId, WeightVersion
+from controlplane.rpc.latest import Latest
+from engine_agent.engine import CanaryReport, Engine, EngineFacts, InstallReport
+from engine_agent.receivers import Receiver
+from engine_agent.remembered import Memory, Remembered
+from engine_agent.requests import Requests
+
+log = structlog.get_logger(__name__)
+
+MAX_OUTCOMES = 16
+"""Ended updates whose canary and counts are kept for a writer that comes back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """What an install found out, for the writer."""
+
+    report: InstallReport
+    canary: CanaryReport
+    timings: Timings
+    content_digest: bytes
+
+
+class EngineLife:
+    """One incarnation. `state` is watched by the session, the services and the gate."""
+
+    def __init__(self, initial: EngineState, engine: Engine, memory: Memory) -> None:
+        seen = memory.load()
+        self.core = core.EngineCore(
+            initial,
+            term=Term(seen.term),
+            coordinator_term=Term(seen.coordinator_term),
+            number=seen.number,
+        )
+        self.engine = engine
+        self.facts: EngineFacts | None = None
+        self.state: Latest[EngineState] = Latest(initial)
+        self.requests = Requests(engine, self._count, self._disagree)
+        self.waiting = 0
+        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._memory = memory
+        self._lock = asyncio.Lock()
+        self._scheduler_runs = True
+        self._next_stream = 0
+        self._stream_errors: dict[int, asyncio.Future[WeightplaneError]] = {}
+        self._receivers: dict[int, Receiver] = {}
+        self._outcomes: dict[UpdateId, asyncio.Future[WeightplaneError | None]] = {}
+        self._applied: dict[UpdateId, Applied] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    # ---- life ----
+
+    async def start(self) -> None:
+        """Start the engine. Raises EngineDied."""
+        self.facts = await self.engine.start()
+        self.apply(core.Started(self.facts.expected))
+        self._spawn(self._keep_gate())
+
+    async def end(self, cause: str) -> None:
+        """The engine is gone or must go; nothing of this incarnation is left afterwards."""
+        if not self.died.done():
+            self.died.set_result(cause)
+        self.apply(core.Died(cause))
+        for task in self._tasks:
+            task.cancel()
+        for stream in list(self._receivers):
+            self.drop(stream)
+        await self.engine.shutdown()
+
+    @property
+    def open(self) -> bool:
+        """Requests may enter: the gate is open and the scheduler runs."""
+        return self.core.gate_open and self._scheduler_runs
+
+    # ---- events ----
+
+    def apply(self, event: core.Event) -> list[core.Effect]:
+        """Decide an event and carry out what is not the caller's own to do. Raises the core's refusals."""
+        effects = self.core.handle(event, time.monotonic())
+        for effect in effects:
+            match effect:
+                case core.Remember(term, coordinator_term, number):
+                    self._memory.save(Remembered(term, coordinator_term, number))
+                case core.EndStream(stream, error):
+                    self._end_stream(stream, error)
+                case core.DropStaged(stream):
+                    self.drop(stream)
+                case core.InstallDecided(update_id, error):
+                    self._decide(update_id, error)
+                case core.Report():
+                    self.state.set(self.core.state)
+                case _:
+                    pass  # Accept, Verify, SendReady, StartInstall: the stream that caused them answers
+        return effects
+
+    def _count(self) -> None:
+        """Rides along with the next report; a report for each request would be too many."""
+        self.apply(core.RequestsCounted(len(self.requests), self.waiting))
+
+    def _disagree(self, cause: str) -> None:
+        log.error("spans_disagree", cause=cause)
+        self.apply(core.SpansDisagreed(cause))
+
+    # ---- streams ----
+
+    def new_stream(self) -> tuple[int, asyncio.Future[WeightplaneError]]:
+        """A stream's number, and the error with which another event may end it."""
+        self._next_stream += 1
+        future: asyncio.Future[WeightplaneError] = asyncio.get_running_loop().create_future()
+        self._stream_errors[self._next_stream] = future
+        return self._next_stream, future
+
+    def end_stream(self, stream: int, cause: str, reason: str) -> None:
+        """The stream is over, however it ended (INV-3)."""
+        self._stream_errors.pop(stream, None)
+        self.apply(core.StreamEnded(stream, cause, reason))
+
+    def _end_stream(self, stream: int, error: WeightplaneError) -> None:
+        future = self._stream_errors.get(stream)
+        if future is not None and not future.done():
+            future.set_result(error)
+
+    def keep(self, stream: int, receiver: Receiver) -> None:
+        self._receivers[stream] = receiver
+
+    def drop(self, stream: int) -> None:
+        receiver = self._receivers.pop(stream, None)
+        if receiver is not None:
+            receiver.close()
+
+    # ---- installs ----
+
+    def start_install(self, effect: core.StartInstall) -> None:
+        """From here on the agent owns the update: the stream may die (INV-4, INV-6)."""
+        self._outcome(effect.update.update_id)
+        self._spawn(self._install(effect.stream, effect.update))
+
+    async def outcome(self, update_id: UpdateId) -> Applied:
+        """Wait for the end of an update's install. Raises its error."""
+        done = self._applied.get(update_id)
+        if done is not None:
+            return done
+        error = await asyncio.shield(self._outcome(update_id))
+        if error is not None:
+            raise error
+        return self._applied[update_id]
+
+    def _outcome(self, update_id: UpdateId) -> asyncio.Future[WeightplaneError | None]:
+        return self._outcomes.setdefault(update_id, asyncio.get_running_loop().create_future())
+
+    def _decide(self, update_id: UpdateId, error: WeightplaneError | None) -> None:
+        future = self._outcomes.pop(update_id, None)
+        if future is not None and not future.done():
+            future.set_result(error)
+        for old in list(self._applied)[:-MAX_OUTCOMES]:
+            del self._applied[old]
+
+    async def _install(self, stream: int, update: core.Update) -> None:
+        async with self._lock:
+            try:
+                await self._install_locked(stream, update)
+            except (InstallTimedOut, EngineDied) as error:
+                await self._lost_in_install(error)
+            except InstallFailed as error:
+                self._refused(error, touched=error.touched)
+            except CanaryFailed as error:
+                self._refused(error, touched=True)
+            except WeightplaneError as error:
+                # Only quiescing is left: not a byte was installed.
+                self._refused(error, touched=not self._before_first_byte(update))
+            finally:
+                self.drop(stream)
+
+    async def _install_locked(self, stream: int, update: core.Update) -> None:
+        failpoints.hit("engine.before_install")
+        began = time.monotonic()
+        await self._stop_scheduler()
+        await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+        quiesced = time.monotonic()
+        staged = self._receivers[stream].staged(update.version.label)
+        self.apply(core.Quiesced())  # INV-1: unset from here on
+        failpoints.hit("engine.mid_install")
+        report = await self.engine.install(staged)
+        installed = time.monotonic()
+        canary = await self.engine.canary()
+        timings = Timings(
+            quiesce=quiesced - began,
+            install=report.load_seconds,
+            caches=report.cache_seconds,
+            canary=time.monotonic() - installed,
+        )
+        failpoints.hit("engine.after_install")
+        self._applied[update.update_id] = Applied(report, canary, timings, update.content_digest)
+        self.apply(core.CanaryPassed(timings))
+        log.info("weights_applied", version=update.version.number, update_id=update.update_id, timings=str(timings))
+
+    def _before_first_byte(self, update: core.Update) -> bool:
+        return self.core.state.weights == update.held_before
+
+    def _refused(self, error: WeightplaneError, *, touched: bool) -> None:
+        """INV-4: nothing is resumed here; the gate opens only if the weights are whole and served."""
+        log.error("install_failed", reason=error.reason, text=str(error), touched=touched)
+        self.apply(core.InstallEnded(error, touched))
+        if touched:
+            self.requests.abort_all()
+
+    async def _lost_in_install(self, error: WeightplaneError) -> None:
+        """An unknown outcome: the processes go, and a new incarnation takes their place."""
+        log.error("install_lost", reason=error.reason, text=str(error))
+        self.apply(core.InstallEnded(error, touched=True))
+        self.requests.abort_all()
+        if not self.died.done():
+            self.died.set_result(str(error))
+
+    # ---- the gate ----
+
+    async def _keep_gate(self) -> None:
+        """Level-triggered: the scheduler runs exactly while the gate is open."""
+        try:
+            async for _ in self.state.watch():
+                async with self._lock:
+                    await self._follow_gate()
+        except EngineDied as error:
+            if not self.died.done():
+                self.died.set_result(str(error))
+
+    async def _follow_gate(self) -> None:
+        if isinstance(self.core.state.weights, Poisoned):
+            self.requests.abort_all()
+        applied = self.core.state.applied
+        if self.core.gate_open and not self._scheduler_runs and applied is not None:
+            await self._start_scheduler(applied)
+        elif not self.core.gate_open and self._scheduler_runs and self.core.state.life is Life.RUNNING:
+            await self._stop_scheduler()
+
+    async def _start_scheduler(self, version: WeightVersion) -> None:
+        self.requests.release(version)
+        await self.engine.resume()
+        self._scheduler_runs = True
+        self.state.set(self.core.state)  # wakes those who wait to enter
+
+    async def _stop_scheduler(self) -> None:
+        if not self._scheduler_runs:
+            return
+        self._scheduler_runs = False  # nobody enters any more
+        self.requests.draw_border(await self.engine.quiesce())
+
+    def _spawn(self, work: object) -> None:
+        task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A task that ends by an error that nobody planned for ends this life: better none than a wrong one."""
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("engine_task_failed", exc_info=task.exception())
+            if not self.died.done():
+                self.died.set_result(f"a task of the agent failed: {task.exception()!r}")
+
+
+class EngineLifeHolder:
+    """Where the services find the present life."""
+
+    life: EngineLife

@@ -1,0 +1,207 @@
+"""An engine in memory: no model, no processes, the same port and the same manners as the real one.
+
+For tests and for scale. It really reads the staged bytes (so a receiver that hands out wrong ones is caught), keeps
+their digest as its weights, and makes tokens that are a pure function of weights, prompt and position:
+whoever knows the weights can recompute them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import os
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from controlplane import failpoints
+from controlplane.core.errors import CanaryFailed, InstallFailed
+from controlplane.core.layout import DType, Expected
+from controlplane.core.sampling import SamplingSettings
+from engine_agent.engine import (
+    CanaryReport,
+    EngineFacts,
+    GenerationDelta,
+    InstallReport,
+    LiveRequests,
+    SegmentSpan,
+    StagedWeights,
+)
+
+CANARY_PROMPT = (1, 2, 3, 4)
+CANARY_TOKENS = 4
+_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class MemorySettings:
+    """How an in-memory engine behaves."""
+
+    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"w": (4,)})
+    """Names and shapes that an update must cover."""
+    dtype: DType = DType.F32
+    vocab_size: int = 256
+    max_model_len: int = 4096
+    seconds_per_token: float = 0.0
+    """How long a token takes; 0 yields to the loop only."""
+    install_seconds: float = 0.0
+    device_uuids: tuple[str, ...] = ("MEM-0",)
+
+
+@dataclass
+class _Live:
+    seen: int = 0
+    spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+class MemoryEngine:
+    """See `engine_agent.engine.Engine`."""
+
+    def __init__(self, settings: MemorySettings, engine_id: str) -> None:
+        self._settings = settings
+        self._engine_id = engine_id
+        self._weights = hashlib.sha256(b"initial").digest()
+        self._tensors: dict[str, bytes] = {}
+        self._label = "default"
+        self._live: dict[str, _Live] = {}
+        self._running = asyncio.Event()
+        self._running.set()
+        self._stepping = 0
+        self._still = asyncio.Event()
+        self._still.set()
+
+    async def start(self) -> EngineFacts:
+        shapes = dict(self._settings.tensors)
+        return EngineFacts(
+            world_size=len(self._settings.device_uuids),
+            device_uuids=self._settings.device_uuids,
+            vocab_size=self._settings.vocab_size,
+            max_model_len=self._settings.max_model_len,
+            max_logprobs=0,
+            expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
+            capabilities=frozenset({"staged", "rollback"}),
+            pids=(os.getpid(),),
+        )
+
+    async def generate(
+        self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        live = self._live[request_id] = _Live()
+        try:
+            for position in range(sampling.max_tokens):
+                await self._running.wait()
+                token = await self._step(live, prompt_token_ids, position)
+                last = position + 1 == sampling.max_tokens
+                stopped = token in sampling.stop_token_ids
+                yield GenerationDelta(
+                    (token,),
+                    () if sampling.logprobs is None else (self._logprob(token),),
+                    finish_reason="stop" if stopped else "length" if last else None,
+                    stop_reason=str(token) if stopped else "",
+                    engine_spans=tuple(live.spans) if stopped or last else (),
+                )
+                if stopped:
+                    return
+        finally:
+            del self._live[request_id]
+
+    async def _step(self, live: _Live, prompt: Sequence[int], position: int) -> int:
+        """One token. While any step runs the engine does not stand still."""
+        self._stepping += 1
+        self._still.clear()
+        try:
+            await asyncio.sleep(self._settings.seconds_per_token)
+            token = token_of(self._weights, prompt, position, self._settings.vocab_size)
+            live.seen += 1
+            if live.spans and live.spans[-1][0] == self._label:
+                live.spans[-1] = (self._label, live.spans[-1][1], position + 1)
+            else:
+                live.spans.append((self._label, position, position + 1))
+            return token
+        finally:
+            self._stepping -= 1
+            if not self._stepping:
+                self._still.set()
+
+    def _logprob(self, token: int) -> float:
+        return -math.log(self._settings.vocab_size) - token / (1000.0 * self._settings.vocab_size)
+
+    async def quiesce(self) -> LiveRequests:
+        self._running.clear()
+        await self._still.wait()
+        await asyncio.sleep(0)  # the consumer of a token made in the last step has it after one turn of the loop
+        return LiveRequests({request_id: live.seen for request_id, live in self._live.items()})
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        if self._running.is_set():
+            raise InstallFailed(self._engine_id, staged.label, False, "the engine was not quiesced")
+        began = time.monotonic()
+        await asyncio.sleep(self._settings.install_seconds)
+        fresh: dict[str, bytes] = {}
+        for index, tensor in enumerate(staged.layout.tensors):
+            try:
+                failpoints.hit("worker.install", index)
+                fresh[tensor.name] = _digest_of(staged, index)
+            except (failpoints.Injected, OSError) as error:
+                self._weights = hashlib.sha256(b"mixture").digest()
+                raise InstallFailed(self._engine_id, staged.label, True, str(error)) from error
+        changed = sum(self._tensors.get(name) != digest for name, digest in fresh.items()) if self._tensors else None
+        self._tensors = fresh
+        self._weights = weights_of(fresh)
+        self._label = staged.label
+        return InstallReport(len(fresh), changed, time.monotonic() - began, 0.0)
+
+    async def canary(self) -> CanaryReport:
+        tokens = tuple(
+            token_of(self._weights, CANARY_PROMPT, i, self._settings.vocab_size) for i in range(CANARY_TOKENS)
+        )
+        logprobs = tuple(self._logprob(t) for t in CANARY_PROMPT[1:])
+        if not all(math.isfinite(p) for p in logprobs):
+            raise CanaryFailed(self._engine_id, self._label, "a logprob is not finite")
+        return CanaryReport(logprobs, tokens)
+
+    async def resume(self) -> None:
+        self._running.set()
+
+    async def probe(self) -> None:
+        await asyncio.sleep(0)
+
+    async def shutdown(self) -> None:
+        self._running.clear()
+
+
+def weights_of(tensor_digests: Mapping[str, bytes]) -> bytes:
+    """The engine's weights as one digest: sha256 over names and sha256 of each tensor's bytes, sorted."""
+    h = hashlib.sha256()
+    for name, digest in sorted(tensor_digests.items()):
+        h.update(name.encode() + b"\0" + digest)
+    return h.digest()
+
+
+def token_of(weights: bytes, prompt: Sequence[int], position: int, vocab_size: int) -> int:
+    """The token that these weights make after this prompt at this position."""
+    h = hashlib.sha256(weights + repr((tuple(prompt), position)).encode()).digest()
+    return int.from_bytes(h[:4], "big") % vocab_size
+
+
+def _digest_of(staged: StagedWeights, index: int) -> bytes:
+    """sha256 of a tensor's bytes as they lie in shared memory, for every device alike."""
+    place, size = staged.placements[index], staged.layout.tensors[index].byte_count
+    digests = {_read(chunks[place.chunk], place.offset, size) for chunks in staged.chunks.values()}
+    if len(digests) != 1:
+        raise OSError(f"devices hold different bytes of {staged.layout.tensors[index].name}")
+    return digests.pop()
+
+
+def _read(span: SegmentSpan, offset: int, size: int) -> bytes:
+    h = hashlib.sha256()
+    with open(span.path, "rb") as file:
+        file.seek(span.offset + offset)
+        while size:
+            block = file.read(min(size, _READ_BYTES))
+            if not block:
+                raise OSError(f"{span.path} is shorter than the tensor")
+            h.update(block)
+            size -= len(block)
+    return h.digest()

@@ -1,0 +1,56 @@
+"""The port of the receivers: bytes come in chunk by chunk, are checked, and wait in shared memory for the install.
+
+Nothing here touches the engine. The staged bytes stay readable until `close`, also when their sender dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from controlplane.core.assembly import Record
+from controlplane.core.errors import ChecksumMismatch
+from controlplane.core.layout import Layout
+from engine_agent.engine import StagedWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """Where a chunk's bytes lie; see BufferHandle in layout.proto. `inline` or a range of `segment`."""
+
+    device_uuid: str
+    segment: str = ""
+    host_id: str = ""
+    offset: int = 0
+    byte_count: int = 0
+    inline: bytes | None = None
+
+
+class Receiver(Protocol):
+    """One attempt's bytes. Methods block for as long as a copy or a checksum takes; call them in a thread."""
+
+    releases_at_once: bool
+    """The sender may reuse a chunk once `place` returned (INV-12); else only when the update is over."""
+
+    def place(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> None:
+        """Take one chunk. Raises SegmentUnreadable, DeviceHandlesMissing, ByteCountMismatch, FrameInvalid."""
+        ...
+
+    def check(self, tensor: int, expected: bytes) -> None:
+        """Compare the whole tensor's XXH3_64, as it lies here, with the sender's. Raises ChecksumMismatch."""
+        ...
+
+    def staged(self, label: str) -> StagedWeights:
+        """Everything, for the install. Valid until `close`."""
+        ...
+
+    def close(self) -> None:
+        """Unmap and forget. Idempotent."""
+        ...
+
+
+def require_equal(layout: Layout, tensor: int, expected: bytes, got: bytes) -> None:
+    """Raises ChecksumMismatch (M3: bytes are verified against what was received)."""
+    if got != expected:
+        raise ChecksumMismatch(name=layout.tensors[tensor].name, expected=expected.hex(), got=got.hex())

@@ -1,0 +1,163 @@
+"""Live requests: which version made which token (INV-11), and what may be handed out when.
+
+Each request has a pump that takes tokens from the engine as they come, so that a slow reader never keeps the engine
+from standing still. A border is drawn at a token count when generation has stopped; tokens after it wait until the
+gate opens and are then attributed to the version that it opened with. On poison they are dropped and the
+request ends `abort` with the spans it has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import structlog
+
+from controlplane.core.errors import SpanMismatch, WeightplaneError
+from controlplane.core.sampling import SamplingSettings
+from controlplane.core.versions import WeightVersion
+from engine_agent.engine import Engine, GenerationDelta, LiveRequests
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens start ≤ i < end were made by `version`."""
+
+    version: WeightVersion
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Tokens of one version, ready to be handed out. The last part has `final`."""
+
+    version: WeightVersion
+    delta: GenerationDelta
+    spans: tuple[Span, ...] = ()
+    """On the last part: the whole sample's."""
+
+
+@dataclass
+class _Request:
+    request_id: str
+    version: WeightVersion
+    spans: list[Span] = field(default_factory=list)
+    attributed: int = 0
+    """Tokens with a span."""
+    seen: int = 0
+    """Tokens that came from the engine."""
+    behind_border: bool = False
+    """The gate shut: what comes from now on belongs to the next version."""
+    waiting: list[GenerationDelta] = field(default_factory=list)
+    out: asyncio.Queue[Part | WeightplaneError] = field(default_factory=asyncio.Queue)
+    """Bounded by the request's max_tokens."""
+    pump: asyncio.Task[None] | None = None
+
+
+class Requests:
+    """The live requests of one engine incarnation."""
+
+    def __init__(self, engine: Engine, counted: Callable[[], None], disagreed: Callable[[str], None]) -> None:
+        """`counted` is told when the number of requests changes, `disagreed` when an account is wrong (INV-11)."""
+        self._engine = engine
+        self._counted = counted
+        self._disagreed = disagreed
+        self._live: dict[str, _Request] = {}
+        self._shut = False
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    async def run(
+        self, request_id: str, version: WeightVersion, prompt: Sequence[int], sampling: SamplingSettings
+    ) -> AsyncGenerator[Part, None]:
+        """Generate under `version`. Closing the iterator aborts. Raises EngineDied, SpanMismatch."""
+        request = _Request(request_id, version, behind_border=self._shut)
+        self._live[request_id] = request
+        request.pump = asyncio.create_task(self._pump(request, prompt, sampling))
+        self._counted()
+        try:
+            while True:
+                item = await request.out.get()
+                if isinstance(item, WeightplaneError):
+                    raise item
+                yield item
+                if item.delta.finish_reason is not None:
+                    return
+        finally:
+            request.pump.cancel()
+            del self._live[request_id]
+            self._counted()
+
+    # ---- the gate's side ----
+
+    def draw_border(self, live: LiveRequests) -> None:
+        """Generation stands still: tokens so far are the old version's, for each request."""
+        self._shut = True
+        for request in self._live.values():
+            expected = live.token_counts.get(request.request_id, 0)
+            if not request.behind_border and request.seen != expected:
+                self._disagreed(f"{request.request_id}: {request.seen} tokens were seen, the engine gave {expected}")
+            request.behind_border = True
+
+    def release(self, version: WeightVersion) -> None:
+        """The gate opens with `version`: what waited is its, and so is what comes."""
+        self._shut = False
+        for request in self._live.values():
+            request.behind_border = False
+            request.version = version
+            waiting, request.waiting = request.waiting, []
+            for delta in waiting:
+                self._attribute(request, delta)
+
+    def abort_all(self) -> None:
+        """Poisoned: what waited is dropped, and each request ends with the spans that it has (R4)."""
+        for request in self._live.values():
+            request.waiting.clear()
+            self._finish(request, GenerationDelta((), (), finish_reason="abort"))
+
+    # ---- one request ----
+
+    async def _pump(self, request: _Request, prompt: Sequence[int], sampling: SamplingSettings) -> None:
+        try:
+            async with aclosing(self._engine.generate(request.request_id, prompt, sampling)) as deltas:
+                async for delta in deltas:
+                    request.seen += len(delta.token_ids)
+                    if request.behind_border:
+                        request.waiting.append(delta)
+                    else:
+                        self._attribute(request, delta)
+        except WeightplaneError as error:
+            request.out.put_nowait(error)
+
+    def _attribute(self, request: _Request, delta: GenerationDelta) -> None:
+        count = len(delta.token_ids)
+        if count:
+            _extend(request.spans, request.version, request.attributed, request.attributed + count)
+            request.attributed += count
+        if delta.finish_reason is None:
+            request.out.put_nowait(Part(request.version, delta))
+            return
+        ours = [(s.version.label, s.start, s.end) for s in request.spans]
+        if ours != list(delta.engine_spans):
+            error = SpanMismatch(request_id=request.request_id, ours=str(ours), engines=str(list(delta.engine_spans)))
+            self._disagreed(str(error))
+            request.out.put_nowait(error)
+            return
+        self._finish(request, delta)
+
+    def _finish(self, request: _Request, delta: GenerationDelta) -> None:
+        request.out.put_nowait(Part(request.version, delta, tuple(request.spans)))
+
+
+def _extend(spans: list[Span], version: WeightVersion, start: int, end: int) -> None:
+    """The same version goes on in the same span."""
+    if spans and spans[-1].version == version:
+        spans[-1] = Span(version, spans[-1].start, end)
+    else:
+        spans.append(Span(version, start, end))

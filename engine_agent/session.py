@@ -1,0 +1,142 @@
+"""The agent's session with the coordinator: hello, full states at each change and each heartbeat, goodbye.
+
+It comes again by itself after a break. While it is broken no gate shuts: tokens stay truly labelled (INV-10); it is the
+coordinator that stops routing to an engine which it cannot hear.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from controlplane.core import engine_core as core
+from controlplane.core.engine_state import EngineState
+from controlplane.core.errors import IncompatibleNode, WeightplaneError, WrongIncarnation, WrongRun
+from controlplane.core.versions import ModelName, Term
+from controlplane.devices import host_id
+from controlplane.rpc.channels import open_channel
+from controlplane.rpc.codec import seconds_from_proto, version_from_proto
+from controlplane.rpc.errors import from_rpc_error
+from engine_agent.life import EngineLife
+from engine_agent.lifecycle_service import status_of
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+RECONNECT_SECONDS = (0.2, 2.0)
+"""First and longest wait before the next try; doubled in between, with jitter."""
+WELCOME_LIMIT_SECONDS = 15.0
+
+FATAL = (WrongRun, IncompatibleNode, WrongIncarnation)
+"""Refusals that a reconnect cannot mend."""
+
+
+class Session:
+    """Keeps one life's session. `run` ends with a fatal refusal, or when cancelled."""
+
+    def __init__(self, life: EngineLife, coordinator: str, endpoint: str) -> None:
+        self._life = life
+        self._coordinator = coordinator
+        self._endpoint = endpoint
+        self._heartbeat_seconds = 1.0
+        self._goodbye: str | None = None
+        self._left = asyncio.Event()
+
+    async def run(self) -> None:
+        """Raises the refusal when it is fatal."""
+        wait = RECONNECT_SECONDS[0]
+        async with open_channel(self._coordinator) as channel:
+            while self._goodbye is None:
+                try:
+                    await self._once(fleet_pb2_grpc.FleetStub(channel))
+                    wait = RECONNECT_SECONDS[0]
+                except grpc.aio.AioRpcError as error:
+                    refusal = from_rpc_error(error)
+                    if isinstance(refusal, FATAL):
+                        raise refusal from error
+                    log.warning("session_lost", reason=refusal.reason, text=str(refusal))
+                except WeightplaneError as error:
+                    log.warning("session_refused_here", reason=error.reason, text=str(error))
+                if self._goodbye is not None:
+                    break
+                await asyncio.sleep(wait * random.uniform(0.5, 1.0))
+                wait = min(wait * 2, RECONNECT_SECONDS[1])
+        self._left.set()
+
+    async def leave(self, reason: str, limit_seconds: float = 2.0) -> None:
+        """Say goodbye, so that the coordinator need not wait for silence; then `run` ends."""
+        self._goodbye = reason
+        self._life.state.set(self._life.core.state)  # wakes the writer of frames
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._left.wait(), limit_seconds)
+
+    async def _once(self, stub: Any) -> None:
+        call = stub.Session(self._frames())
+        frames = aiter(call)
+        try:
+            async with asyncio.timeout(WELCOME_LIMIT_SECONDS):
+                first = await anext(frames, None)
+            if first is None or first.WhichOneof("frame") != "welcome":
+                raise IncompatibleNode(what="first frame", expected="welcome", got=str(first))
+            self._welcomed(first.welcome)
+            async for frame in frames:
+                self._follow(Term(self._life.core.coordinator_term), frame.fleet_state)
+        except TimeoutError:
+            log.warning("session_lost", reason="DEADLINE_EXCEEDED", text="no welcome came")
+        finally:
+            call.cancel()
+
+    def _welcomed(self, welcome: fleet_pb2.Welcome) -> None:
+        self._heartbeat_seconds = seconds_from_proto(welcome.heartbeat_interval)
+        self._follow(Term(welcome.coordinator_term), welcome.state)
+        log.info("welcomed", coordinator_term=welcome.coordinator_term, revision=welcome.state.revision)
+
+    def _follow(self, coordinator_term: Term, state: fleet_pb2.FleetState) -> None:
+        """INV-7: the terms come before any update. Raises StaleTerm for an old coordinator's words."""
+        mine = ModelName(self._life.core.state.model)
+        for model in state.models:
+            if model.model == mine:
+                served = frozenset(version_from_proto(v) for v in model.served)
+                self._life.apply(core.FleetChanged(coordinator_term, Term(model.term), served))
+
+    async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
+        """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it
+        stops when the loop does."""
+        yield fleet_pb2.SessionRequest(engine_hello=self._hello())
+        sent = self._life.state.value
+        while self._goodbye is None:
+            sent = await self._next_state(sent)
+            yield fleet_pb2.SessionRequest(engine_status=status_of(self._life))
+        yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
+
+    async def _next_state(self, sent: EngineState) -> EngineState:
+        """The state once it differs from `sent`, or when a heartbeat is due."""
+
+        def is_due(state: EngineState) -> bool:
+            return state is not sent or self._goodbye is not None
+
+        try:
+            return await self._life.state.wait_for(is_due, self._heartbeat_seconds)
+        except TimeoutError:
+            return self._life.state.value
+
+    def _hello(self) -> fleet_pb2.EngineHello:
+        life = self._life
+        facts = life.facts
+        assert facts is not None  # a session begins when the engine has started
+        return fleet_pb2.EngineHello(
+            status=status_of(life),
+            endpoint=self._endpoint,
+            host_id=host_id(),
+            device_uuids=facts.device_uuids,
+            capabilities=sorted(facts.capabilities),
+            max_term=life.core.term,
+            max_coordinator_term=life.core.coordinator_term,
+            max_number=life.core.number,
+        )

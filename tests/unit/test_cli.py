@@ -1,0 +1,120 @@
+"""The command line: its texts, its exit codes, and that it answers at once."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controlplane.cli.ending import CommandFailed, reported
+from controlplane.core import errors as e
+from controlplane.exit_codes import ExitCode
+from tests.support.golden import assert_golden
+
+COMMANDS = ["coordinator", "engine", "trainer", "demo", "status", "health"]
+HELP_CPU_SECONDS = 0.5
+NOBODY = "127.0.0.1:1"
+
+
+def weightplane(*words: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"COLUMNS": "100", "TERM": "dumb", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "controlplane.cli.main", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_help_reads_as_reviewed(command: str) -> None:
+    ended = weightplane(*command.split(), "--help")
+    assert ended.returncode == 0, ended.stderr
+    assert_golden(f"help{'-' if command else ''}{command}.txt", ended.stdout)
+
+
+def test_help_takes_little_time_and_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; sys.argv = ['weightplane', '--help']\n"
+        "from controlplane.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: print(','.join(sorted({m.partition('.')[0] for m in sys.modules})))\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    loaded = set(ended.stdout.splitlines()[-1].split(","))
+    assert not loaded & {"torch", "vllm", "megatron", "transformers", "numpy", "grpc", "google"}
+    assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < HELP_CPU_SECONDS
+
+
+def test_the_version_is_the_distributions() -> None:
+    assert weightplane("--version").stdout.startswith("weightplane 0.")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "line"),
+    [
+        (["health", "--addr", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}: Connection refused"),
+        (["status", "--coordinator", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}: Connection refused"),
+        (["coordinator", "--set", "liste=1"], ExitCode.CONFIG, "liste: unknown key; did you mean listen?"),
+        (["coordinator", "--set", "nothing"], ExitCode.CONFIG, "nothing: expected KEY=VALUE"),
+        (["coordinator", "--config", "none.toml"], ExitCode.CONFIG, "none.toml: cannot be read"),
+        (["coordinator", "--die-with-parent", "1"], ExitCode.FAILED, "process 1 is not the parent of this one"),
+    ],
+)
+def test_an_expected_error_is_one_line_and_a_code(words: list[str], code: int, line: str) -> None:
+    ended = weightplane(*words)
+    assert ended.returncode == code
+    assert ended.stderr.startswith(f"weightplane: {line}")
+    assert len(ended.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", [["demo", "--steps", "0"], ["demo", "--model", "huge"], ["no-such-command"]])
+def test_a_wrong_command_line_is_code_2(words: list[str]) -> None:
+    assert weightplane(*words).returncode == ExitCode.USAGE
+
+
+def test_a_trainer_without_a_script_is_told_how(tmp_path: Path) -> None:
+    config = tmp_path / "trainer.toml"
+    config.write_text('coordinator = "127.0.0.1:1"\n')
+    ended = weightplane("trainer", "--config", str(config))
+    assert ended.returncode == ExitCode.USAGE
+    assert "weightplane trainer -- train.py" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (e.StaleTerm(model="policy", got=1, current=2), ExitCode.FENCED),
+        (
+            e.LeaseHeld(model="policy", holder="t", incarnation="i", term=1, remaining_seconds=3.0),
+            ExitCode.LEASE_HELD,
+        ),
+        (e.EngineDied(engine_id="a", cause="signal 9"), ExitCode.ENGINE_FAILED),
+        (e.PeerLost(peer="coordinator", cause="refused"), ExitCode.UNREACHABLE),
+        (e.WrongRun(expected="a", got="b"), ExitCode.FAILED),
+        (CommandFailed(ExitCode.RANKS_FAILED, "two ranks failed"), ExitCode.RANKS_FAILED),
+        (KeyboardInterrupt(), ExitCode.INTERRUPTED),
+    ],
+)
+def test_each_error_has_its_code(error: BaseException, code: ExitCode) -> None:
+    assert _code_of(error) == code
+
+
+def test_an_error_that_is_none_of_ours_keeps_its_traceback() -> None:
+    with pytest.raises(ZeroDivisionError):
+        _code_of(ZeroDivisionError())
+
+
+def _code_of(error: BaseException) -> int:
+    import typer
+
+    @reported
+    def command() -> int:
+        raise error
+
+    with pytest.raises(typer.Exit) as caught:
+        command()
+    return int(caught.value.exit_code)

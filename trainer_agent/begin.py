@@ -1,0 +1,93 @@
+"""Asking the coordinator for an update, and giving one up: the two calls around a push.
+
+Promises: an update that began while the push was failing is given up all the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import structlog
+
+from controlplane.core.errors import DeadlineExceeded, WeightplaneError
+from controlplane.rpc.errors import from_rpc_error
+from trainer_agent.outcome import begin_passes
+from trainer_agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+RPC_SECONDS = 5.0
+"""Longest single call to the coordinator."""
+ABORT_RPC_SECONDS = 2.0
+"""Ranks wait for the news that one of them is gone; the coordinator gets so long to take the abort."""
+
+_abandoned: set[asyncio.Task[None]] = set()
+"""Keeps the tasks alive that give up what was begun too late; each ends within two calls."""
+
+
+async def begin_update(
+    fleet: fleet_pb2_grpc.FleetAsyncStub, request: fleet_pb2.BeginUpdateRequest, deadline: float, *, first: bool
+) -> fleet_pb2.BeginUpdateResponse:
+    """Ask until it is granted, refused for good, or too late. The request id makes repeats safe.
+
+    Raises:
+        NoEngines, StaleTerm, DeadlineExceeded and whatever else the coordinator refuses with.
+    """
+    loop = asyncio.get_running_loop()
+    started, pause = loop.time(), FIRST_BACKOFF_SECONDS
+    while True:
+        try:
+            return await fleet.BeginUpdate(request, timeout=RPC_SECONDS)
+        except grpc.aio.AioRpcError as broken:
+            error = from_rpc_error(broken)
+        if not begin_passes(error, first=first):
+            raise error
+        if loop.time() + pause > deadline:
+            waited = round(loop.time() - started, 1)
+            raise DeadlineExceeded(phase="begin", waited_for=f"the coordinator ({error})", waited_seconds=waited)
+        await asyncio.sleep(pause)
+        pause = min(pause * 2, MAX_BACKOFF_SECONDS)
+
+
+async def abort_update(
+    fleet: fleet_pb2_grpc.FleetAsyncStub, request: fleet_pb2.AbortUpdateRequest
+) -> fleet_pb2.UpdateState | None:
+    """Give an update up; its state after that, or None if the coordinator did not say.
+
+    A refusal because GO was given is a state too: the caller's watch has it, or will.
+    """
+    try:
+        response = await fleet.AbortUpdate(request, timeout=ABORT_RPC_SECONDS)
+    except grpc.aio.AioRpcError as broken:
+        error = from_rpc_error(broken)
+        log.info("abort_not_taken", update_id=request.update_id, reason=error.reason, cause=str(error))
+        if error.reason == "FRAME_OUT_OF_ORDER":
+            return fleet_pb2.UpdateState(update_id=request.update_id, phase=fleet_pb2.UPDATE_PHASE_GO)
+        return None
+    return response.state
+
+
+def abandon(
+    fleet: fleet_pb2_grpc.FleetAsyncStub,
+    begin: asyncio.Task[fleet_pb2.BeginUpdateResponse],
+    request: fleet_pb2.AbortUpdateRequest,
+) -> None:
+    """Give up whatever `begin` still brings, without making anyone wait for it."""
+    task = asyncio.create_task(_abandon(fleet, begin, request))
+    _abandoned.add(task)
+    task.add_done_callback(_abandoned.discard)
+
+
+async def _abandon(
+    fleet: fleet_pb2_grpc.FleetAsyncStub,
+    begin: asyncio.Task[fleet_pb2.BeginUpdateResponse],
+    request: fleet_pb2.AbortUpdateRequest,
+) -> None:
+    try:
+        request.update_id = (await asyncio.wait_for(begin, RPC_SECONDS)).update_id
+        await abort_update(fleet, request)
+    except (TimeoutError, WeightplaneError):
+        # It was refused, or lapses at the coordinator by its own limit.
+        log.info("late_begin_dropped", reason=request.reason)

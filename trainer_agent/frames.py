@@ -1,0 +1,154 @@
+"""From what a leader announces to what an engine's stream carries: handles as they are, or the bytes themselves.
+
+By shared memory a chunk goes on as the leader made it. Inline, the agent reads the leader's segment (it lives
+on the same host) and cuts it into frames of at most 1 MiB with their own numbering; padding does not travel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from controlplane.core.errors import FrameOutOfOrder, LimitExceeded, SegmentUnreadable
+from controlplane.devices import SHARED_MEMORY
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import layout_pb2, weight_update_pb2
+
+INLINE_BYTES = 1024 * 1024
+"""Payload of one inline frame: the contract's limit, and bigger ones were not faster."""
+MAX_RECORDS = 4096
+MAX_CHUNKS = 1_000_000
+"""Chunks of one push; 64 TiB in the default size. They wait here as announced, since a stream may begin anew."""
+_SEGMENT = re.compile(r"weightplane-[A-Za-z0-9._-]+")
+
+
+class ChunkLog:
+    """What a leader announced for one engine, from the first chunk on. Any number of readers, each at its own pace."""
+
+    def __init__(self) -> None:
+        self._chunks: list[rank_pb2.SendChunk] = []
+        self._news = asyncio.Event()
+        self.end: rank_pb2.PushEnd | None = None
+
+    def add(self, chunk: rank_pb2.SendChunk) -> None:
+        """Raises FrameOutOfOrder, LimitExceeded."""
+        if chunk.index != len(self._chunks) or self.end is not None:
+            raise FrameOutOfOrder(expected=f"chunk {len(self._chunks)}", got=f"chunk {chunk.index}")
+        if len(self._chunks) == MAX_CHUNKS:
+            raise LimitExceeded(what="chunks of one push", limit=MAX_CHUNKS, got=MAX_CHUNKS + 1)
+        self._chunks.append(chunk)
+        self._wake()
+
+    def finish(self, end: rank_pb2.PushEnd) -> None:
+        """Raises FrameOutOfOrder: chunks are missing."""
+        if end.chunk_count != len(self._chunks):
+            raise FrameOutOfOrder(expected=f"the end after {len(self._chunks)} chunks", got=f"{end.chunk_count}")
+        self.end = end
+        self._wake()
+
+    async def chunk(self, index: int) -> rank_pb2.SendChunk | None:
+        """Chunk number `index`, once it is there; None after the last."""
+        while index >= len(self._chunks):
+            if self.end is not None:
+                return None
+            await self._news.wait()
+        return self._chunks[index]
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class SegmentReader:
+    """Reads ranges of segments of this host; keeps each mapped until `close`."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[str, mmap.mmap] = {}
+
+    def read(self, place: layout_pb2.SharedMemoryRange, offset: int, byte_count: int) -> bytes:
+        """`byte_count` bytes from `offset` of the range on.
+
+        Raises:
+            SegmentUnreadable: it is gone, or shorter than that.
+        """
+        mapping = self._mapped.get(place.segment) or self._map(place.segment)
+        start = place.offset + offset
+        if offset + byte_count > place.byte_count or start + byte_count > len(mapping):
+            raise SegmentUnreadable(segment=place.segment, cause=f"{byte_count} bytes at {start} are not in it")
+        return mapping[start : start + byte_count]
+
+    def close(self) -> None:
+        for mapping in self._mapped.values():
+            mapping.close()
+        self._mapped.clear()
+
+    def _map(self, name: str) -> mmap.mmap:
+        if _SEGMENT.fullmatch(name) is None:
+            raise SegmentUnreadable(segment=name, cause="it is no name of ours")
+        try:
+            descriptor = os.open(Path(SHARED_MEMORY, name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError as error:
+            raise SegmentUnreadable(segment=name, cause=error.strerror or str(error)) from error
+        try:
+            self._mapped[name] = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+        finally:
+            os.close(descriptor)
+        return self._mapped[name]
+
+
+Frame = tuple[list[weight_update_pb2.TensorRecord], list[layout_pb2.BufferHandle]]
+"""Records of one chunk frame, and where their bytes lie."""
+
+
+def by_reference(chunk: rank_pb2.SendChunk) -> Iterator[Frame]:
+    """The chunk as it was announced."""
+    yield list(chunk.records), list(chunk.buffers)
+
+
+def inline(chunk: rank_pb2.SendChunk, reader: SegmentReader) -> Iterator[Frame]:
+    """The chunk's bytes in frames of at most INLINE_BYTES. An empty chunk is one empty frame.
+
+    Raises:
+        SegmentUnreadable.
+    """
+    place = chunk.buffers[0].shared_memory
+    for run in _runs(chunk.records):
+        data = b"".join(reader.read(place, source, r.byte_count) for r, source in run)
+        yield [r for r, _ in run], [layout_pb2.BufferHandle(inline=data)]
+
+
+def _runs(
+    records: Iterator[weight_update_pb2.TensorRecord] | list[weight_update_pb2.TensorRecord],
+) -> Iterator[list[tuple[weight_update_pb2.TensorRecord, int]]]:
+    """Records re-based to frames, each with the offset in the chunk that its bytes come from."""
+    run: list[tuple[weight_update_pb2.TensorRecord, int]] = []
+    used = 0
+    for record in records:
+        done = 0
+        while True:
+            if used == INLINE_BYTES or len(run) == MAX_RECORDS:
+                yield run
+                run, used = [], 0
+            size = min(record.byte_count - done, INLINE_BYTES - used)
+            last = done + size == record.byte_count
+            run.append((_part(record, done, used, size, last=last), record.buffer_offset + done))
+            used += size
+            done += size
+            if last:
+                break
+    yield run
+
+
+def _part(
+    record: weight_update_pb2.TensorRecord, done: int, used: int, size: int, *, last: bool
+) -> weight_update_pb2.TensorRecord:
+    part = weight_update_pb2.TensorRecord(
+        tensor=record.tensor, tensor_offset=record.tensor_offset + done, buffer_offset=used, byte_count=size
+    )
+    if last and record.HasField("checksum"):
+        part.checksum = record.checksum
+    return part

@@ -1,0 +1,133 @@
+"""What a push came to, in the words of the local protocol; and which failures pass if one tries again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from controlplane.core.errors import (
+    CoordinatorRecovering,
+    DeadlineExceeded,
+    NoEngines,
+    PeerLost,
+    UpdateFailed,
+    UpdateInProgress,
+    WeightplaneError,
+)
+from controlplane.rpc.codec import version_from_proto
+from controlplane.rpc.errors import RemoteError
+from trainer_agent.session import TRANSIENT_CODES
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import engine_pb2, fleet_pb2
+
+PERMANENT = frozenset(
+    {
+        "LAYOUT_INVALID",
+        "MANIFEST_INCOMPLETE",
+        "UNKNOWN_TENSOR",
+        "SHAPE_MISMATCH",
+        "DTYPE_MISMATCH",
+        "FORMAT_MISMATCH",
+        "WRONG_RUN",
+        "WRONG_MODEL",
+        "INVALID_MESSAGE",
+        "FRAME_OUT_OF_ORDER",
+        "LIMIT_EXCEEDED",
+        "SEGMENT_UNREADABLE",
+        "DEVICE_HANDLES_MISSING",
+        "SLOT_MISMATCH",
+        "ENGINE_MISFIT",
+        "STALE_TERM",
+    }
+)
+"""Reasons of an engine that the next attempt, whole and with a new number, would meet again."""
+_SUCCESS = frozenset({fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UPDATE_PHASE_DEGRADED})
+
+
+def begin_passes(error: WeightplaneError, *, first: bool) -> bool:
+    """Whether asking for an update again can help. Engines that were lost in an attempt before may come back."""
+    if isinstance(error, RemoteError):
+        return error.code in TRANSIENT_CODES | {"DEADLINE_EXCEEDED"}
+    if isinstance(error, NoEngines):
+        return not first
+    return isinstance(error, (CoordinatorRecovering, UpdateInProgress))
+
+
+def passes(error: WeightplaneError, reasons: Iterable[str]) -> bool:
+    """Whether a new update can succeed where this one ended with `error`; `reasons` are the required engines' own."""
+    if isinstance(error, DeadlineExceeded):
+        return error.phase == "gather_group"
+    if not isinstance(error, (UpdateFailed, PeerLost)):
+        return False
+    return not PERMANENT.intersection(reasons)
+
+
+def push_plan(begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int) -> rank_pb2.PushPlan:
+    """The plan for the ranks, with every assignment: each rank is sent its own part by `for_rank`."""
+    plan = rank_pb2.PushPlan(
+        update_id=begun.update_id,
+        version=begun.version,
+        plan_digest=begun.plan.digest,
+        plan_revision=begun.plan.revision,
+        assignments=begun.plan.assignments,
+        chunk_bytes=chunk_bytes,
+    )
+    for assignment in begun.plan.assignments:
+        if len(assignment.ranks) > 1:
+            plan.shared_slots.add(engine_id=assignment.engine.engine_id, ranks=assignment.ranks)
+    return plan
+
+
+def for_rank(plan: rank_pb2.PushPlan, rank: int, sequence: int) -> rank_pb2.PushPlan:
+    """The part of one rank."""
+    part = rank_pb2.PushPlan()
+    part.CopyFrom(plan)
+    del part.assignments[:]
+    part.assignments.extend(a for a in plan.assignments if rank in a.ranks)
+    part.sequence = sequence
+    return part
+
+
+def decided(state: fleet_pb2.UpdateState, *, released: bool) -> rank_pb2.PushResult | None:
+    """The result if the fleet serves the version, else None."""
+    if state.phase not in _SUCCESS:
+        return None
+    return rank_pb2.PushResult(state=state, memory_released=released)
+
+
+def failed(error: WeightplaneError, state: fleet_pb2.UpdateState | None, *, released: bool) -> rank_pb2.PushResult:
+    """The result if it does not."""
+    return rank_pb2.PushResult(
+        state=state,
+        memory_released=released,
+        error_reason=error.reason,
+        error_message=str(error),
+        error_metadata=error.metadata(),
+    )
+
+
+def update_failed(state: fleet_pb2.UpdateState, cause: str, errors: dict[str, WeightplaneError]) -> UpdateFailed:
+    """The fleet did not commit; `errors` is what engines told their streams."""
+    return UpdateFailed(
+        update_id=state.update_id,
+        version=str(version_from_proto(state.version)) if state.HasField("version") else "unset",
+        cause=cause,
+        outcomes=_outcomes_text(state.engines, errors),
+    )
+
+
+def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
+    """Engines that will not answer any more, by the coordinator's word."""
+    return {e.engine.engine_id for e in state.engines if e.lost}
+
+
+def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str, WeightplaneError]) -> str:
+    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: what the engine reported, else what its stream ended in."""
+    texts: dict[str, str] = {}
+    for engine in engines:
+        name = engine.engine.engine_id
+        stage = "LOST" if engine.lost else engine_pb2.UpdateStage.Name(engine.stage).removeprefix("UPDATE_STAGE_")
+        texts[name] = f"{stage} ({engine.error_reason}: {engine.error_message})" if engine.error_reason else stage
+    for name, error in errors.items():
+        if "(" not in texts.get(name, ""):
+            texts[name] = f"{texts.get(name, 'UNSPECIFIED')} ({error.reason}: {error})"
+    return "; ".join(f"{name} {text}" for name, text in sorted(texts.items())) or "none"

@@ -1,0 +1,301 @@
+"""One attempt to bring one version to the fleet: begin, feed every engine, wait for the decision, say who may go on.
+
+Promises: the result is the coordinator's decision or the error that prevented one, never the fate of a stream
+(INV-8, INV-9); whatever happens it comes within the ranks' limit; after a failure no commit frame is sent. Memory is
+called free only if every engine said so (INV-12).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import structlog
+
+from controlplane.core.errors import (
+    DeadlineExceeded,
+    PeerLost,
+    SlotMismatch,
+    StaleTerm,
+    WeightplaneError,
+)
+from controlplane.core.layout import Layout
+from controlplane.rpc.codec import seconds_to_proto
+from trainer_agent import outcome
+from trainer_agent.begin import abandon, abort_update, begin_update
+from trainer_agent.frames import ChunkLog
+from trainer_agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
+from trainer_agent.watch import UpdateWatch
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, weight_update_pb2, weight_update_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+REFUSAL_SECONDS = 1.0
+"""When a required engine refused and nothing moves: how long its own report may take to reach the coordinator."""
+POLL_SECONDS = 0.1
+STRAGGLER_SECONDS = 10.0
+"""After a commit: how long engines that it did not wait for may take before they are left for the next push."""
+LOST_RANK_SECONDS = 1.0
+"""When a rank is gone the others hear of it at once; engines get so long to confirm the abort."""
+DECIDE_SECONDS = 60.0
+"""Beyond the push's limit, once commits went: the coordinator decides by its own limits, if it is there."""
+MAX_REASON_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class PushContext:
+    """What stays the same over the pushes of one set of ranks."""
+
+    fleet: fleet_pb2_grpc.FleetAsyncStub
+    engine: Callable[[str], weight_update_pb2_grpc.WeightUpdateAsyncStub]
+    """Stub for an endpoint."""
+    run_id: str
+    model: str
+    layout: Layout
+    parts: tuple[weight_update_pb2.LayoutPart, ...]
+    chunk_bytes: int
+    world_size: int
+
+
+@dataclass
+class Push:
+    """One attempt. The agent hands it what ranks say; `run` gives the result."""
+
+    context: PushContext
+    term: int
+    step: int
+    limit_seconds: float
+    """How long the ranks wait."""
+    first: bool
+    """No attempt of this push failed before."""
+    send_plan: Callable[[rank_pb2.PushPlan], None]
+    error: WeightplaneError | None = None
+    """What ended it, if not the coordinator's decision."""
+    _started: float = 0.0
+    _logs: dict[str, ChunkLog] = field(default_factory=dict)
+    _leaders: dict[str, int] = field(default_factory=dict)
+    _digest: bytes = b""
+    _streams: list[EngineStream] = field(default_factory=list)
+    _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
+    _failed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def fail(self, error: WeightplaneError) -> None:
+        """Something other than an engine went wrong. The first word counts."""
+        if self.error is None:
+            log.info("push_fails", step=self.step, reason=error.reason, cause=str(error))
+            self.error = error
+            self._failed.set()
+
+    def take_chunk(self, rank: int, chunk: rank_pb2.SendChunk) -> None:
+        """A leader announced a chunk."""
+        self._log_each(rank, chunk.engine_ids, lambda chunks: chunks.add(chunk))
+
+    def take_end(self, rank: int, end: rank_pb2.PushEnd) -> None:
+        """A leader announced everything. All leaders agree on the content: it is one version."""
+        if self._digest and end.content_digest != self._digest:
+            ranks = f"rank {rank}: {end.content_digest[:6].hex()}, others: {self._digest[:6].hex()}"
+            self.fail(SlotMismatch(engine_id=", ".join(end.engine_ids), what="the weights' content", ranks=ranks))
+            return
+        self._digest = end.content_digest
+        self._log_each(rank, end.engine_ids, lambda chunks: chunks.finish(end))
+
+    async def run(self) -> rank_pb2.PushResult:
+        """The whole attempt. What went wrong is in the result, not raised."""
+        self._started = _now()
+        try:
+            begun = await self._begin()
+            return await self._carry(begun)
+        except WeightplaneError as error:
+            self.fail(error)
+            assert self.error is not None, "just set"
+            return outcome.failed(self.error, None, released=True)
+
+    async def _begin(self) -> fleet_pb2.BeginUpdateResponse:
+        """Begin, unless the push fails meanwhile."""
+        request = fleet_pb2.BeginUpdateRequest(
+            run_id=self.context.run_id,
+            model=self.context.model,
+            term=self.term,
+            request_id=uuid.uuid4().hex,
+            step=self.step,
+            layout_digest=self.context.layout.digest,
+            byte_count=self.context.layout.byte_count,
+            ready_limit=seconds_to_proto(self.limit_seconds),
+        )
+        deadline = self._started + self.limit_seconds
+        begin = asyncio.create_task(begin_update(self.context.fleet, request, deadline, first=self.first))
+        failed = asyncio.create_task(self._failed.wait())
+        await asyncio.wait({begin, failed}, return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        if self.error is None:
+            return begin.result()
+        abandon(self.context.fleet, begin, self._abort_request("", self.error))
+        raise self.error
+
+    async def _carry(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushResult:
+        watch = UpdateWatch(self.context.fleet, self.context.run_id, begun)
+        watching = asyncio.create_task(watch.run())
+        try:
+            self._check_plan(begun.plan)
+            self._open_streams(begun, watch)
+            self.send_plan(outcome.push_plan(begun, self.context.chunk_bytes))
+            await self._until_decided(watch)
+        except WeightplaneError as error:
+            self.fail(error)
+            await self._give_up(watch, error)
+        finally:
+            ends = await self._end_streams(watch)
+            watching.cancel()
+            await asyncio.gather(watching, return_exceptions=True)
+        return self._result(watch.state, ends)
+
+    def _check_plan(self, plan: fleet_pb2.Plan) -> None:
+        """The leader is the slot's lowest rank, whatever the trainer's parallelism is (G1)."""
+        for a in plan.assignments:
+            ranks = list(a.ranks)
+            in_order = bool(ranks) and ranks == sorted(set(ranks)) and ranks[0] == a.leader
+            if not in_order or ranks[0] < 0 or ranks[-1] >= self.context.world_size:
+                text = f"{ranks} led by {a.leader}, of {self.context.world_size}"
+                raise SlotMismatch(engine_id=a.engine.engine_id, what="the plan", ranks=text)
+            if len(ranks) > 1 and len(a.device_uuids) != len(ranks):
+                raise SlotMismatch(engine_id=a.engine.engine_id, what="the plan's devices", ranks=str(ranks))
+
+    def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch) -> None:
+        cargo = self._cargo(begun)
+        for assignment in begun.plan.assignments:
+            engine_id = assignment.engine.engine_id
+            self._logs[engine_id] = ChunkLog()
+            self._leaders[engine_id] = assignment.leader
+            stub = self.context.engine(assignment.endpoint)
+            self._streams.append(EngineStream(stub, cargo, assignment, self._logs[engine_id], watch))
+        self._tasks += [asyncio.create_task(s.run()) for s in self._streams]
+
+    def _cargo(self, begun: fleet_pb2.BeginUpdateResponse) -> Cargo:
+        layout = self.context.layout
+        manifest = weight_update_pb2.Manifest(
+            layout_digest=layout.digest,
+            tensor_count=len(layout.tensors),
+            byte_count=layout.byte_count,
+            step=self.step,
+        )
+        head = weight_update_pb2.UpdateOpen(
+            run_id=self.context.run_id,
+            model=self.context.model,
+            update_id=begun.update_id,
+            writer_term=self.term,
+            version=begun.version,
+            plan_revision=begun.plan.revision,
+            manifest=manifest,
+        )
+        return Cargo(head, self.context.parts)
+
+    async def _until_decided(self, watch: UpdateWatch) -> None:
+        """Wait for the decision. Before GO a failure, a refusal or the limit ends the push; after GO only time does.
+
+        Raises:
+            WeightplaneError: it is to be given up.
+        """
+        decision = asyncio.create_task(watch.decision())
+        trouble = asyncio.create_task(self._trouble(watch))
+        try:
+            await asyncio.wait({decision, trouble}, timeout=self._left(), return_when=asyncio.FIRST_COMPLETED)
+            if not decision.done() and watch.commits:
+                await asyncio.wait({decision}, timeout=self._left() + DECIDE_SECONDS)
+            if not decision.done():
+                raise trouble.result() if trouble.done() else self._late(watch)
+        finally:
+            decision.cancel()
+            trouble.cancel()
+
+    async def _trouble(self, watch: UpdateWatch) -> WeightplaneError:
+        """What makes going on senseless: a failure, a fence, or a required engine that refused while all others wait."""
+        stuck_since: float | None = None
+        while self.error is None:
+            fence = next((s.error for s in self._streams if isinstance(s.error, StaleTerm)), None)
+            if fence is not None:
+                return fence
+            refused = None if watch.commits else self._refused()
+            stuck_since = None if refused is None else stuck_since or _now()
+            if refused is not None and stuck_since is not None and _now() - stuck_since >= REFUSAL_SECONDS:
+                return outcome.update_failed(watch.state, f"{refused.engine_id}: {refused.error}", self._errors())
+            await asyncio.wait({asyncio.ensure_future(self._failed.wait())}, timeout=POLL_SECONDS)
+        return self.error
+
+    def _refused(self) -> EngineStream | None:
+        """A required engine that ended its stream, where no other stream moves: ready, or ended too."""
+        pairs = list(zip(self._streams, self._tasks, strict=True))
+        if not all(t.done() or s.ready for s, t in pairs):
+            return None
+        return next((s for s, t in pairs if t.done() and s.required and s.error is not None), None)
+
+    async def _give_up(self, watch: UpdateWatch, error: WeightplaneError) -> None:
+        """Before GO nothing was installed, and an abort costs nothing. If GO was faster, the decision is waited for."""
+        state = await abort_update(self.context.fleet, self._abort_request(watch.state.update_id, error))
+        if state is not None and state.phase == fleet_pb2.UPDATE_PHASE_GO and not isinstance(error, StaleTerm):
+            await asyncio.wait({asyncio.ensure_future(watch.decision())}, timeout=DECIDE_SECONDS)
+        if not watch.decided:
+            await watch.fail(str(error))
+
+    async def _end_streams(self, watch: UpdateWatch) -> list[StreamEnd | None]:
+        """How each stream ended; None for those that had to be left."""
+        if not self._tasks:
+            return []
+        committed = outcome.decided(watch.state, released=False) is not None
+        lost = outcome.lost_engines(watch.state)
+        for stream in self._streams:
+            if not committed or stream.engine_id in lost:
+                stream.abort(watch.state.cause or str(self.error or "the trainer agent ends"))
+        limit = STRAGGLER_SECONDS if committed else 2 * ABORT_SECONDS
+        await asyncio.wait(self._tasks, timeout=LOST_RANK_SECONDS if isinstance(self.error, PeerLost) else limit)
+        for task in self._tasks:
+            task.cancel()
+        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
+        return [e if isinstance(e, StreamEnd) else None for e in ends]
+
+    def _result(self, state: fleet_pb2.UpdateState, ends: Sequence[StreamEnd | None]) -> rank_pb2.PushResult:
+        released = all(e is not None and e.memory_free for e in ends)
+        result = outcome.decided(state, released=released)
+        if result is not None:
+            return result
+        error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
+        result = outcome.failed(error, state, released=released)
+        reported = {e.error_reason for e in state.engines if e.required}
+        result.retry = outcome.passes(
+            error, reported | {s.error.reason for s in self._streams if s.error and s.required}
+        )
+        return result
+
+    def _errors(self) -> dict[str, WeightplaneError]:
+        return {s.engine_id: s.error for s in self._streams if s.error is not None}
+
+    def _late(self, watch: UpdateWatch) -> DeadlineExceeded:
+        waiting = [s.engine_id for s in self._streams if not s.ready] or ["the coordinator's decision"]
+        phase = fleet_pb2.UpdatePhase.Name(watch.state.phase).removeprefix("UPDATE_PHASE_").lower()
+        return DeadlineExceeded(
+            phase=f"push ({phase})", waited_for=", ".join(waiting), waited_seconds=round(_now() - self._started, 1)
+        )
+
+    def _log_each(self, rank: int, engine_ids: Sequence[str], act: Callable[[ChunkLog], None]) -> None:
+        try:
+            for engine_id in engine_ids:
+                if self._leaders.get(engine_id) != rank:
+                    what = f"chunks for {engine_id} from rank {rank}"
+                    raise SlotMismatch(engine_id=engine_id, what="who leads", ranks=what)
+                act(self._logs[engine_id])
+        except WeightplaneError as error:
+            self.fail(error)
+
+    def _abort_request(self, update_id: str, error: WeightplaneError) -> fleet_pb2.AbortUpdateRequest:
+        return fleet_pb2.AbortUpdateRequest(
+            run_id=self.context.run_id, update_id=update_id, term=self.term, reason=str(error)[:MAX_REASON_LENGTH]
+        )
+
+    def _left(self) -> float:
+        return max(self._started + self.limit_seconds - _now(), 0.0)
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()

@@ -1,0 +1,282 @@
+"""One UpdateWeights stream: brings one version to one engine, as often as it takes until the update is decided.
+
+Promises: a commit frame goes only after `ready` and after the coordinator's GO (INV-3); a stream that ends in any other
+way is an abort. The stream's fate is no report of what the engine holds (INV-8); what it does tell is whether
+somebody may still read the leader's memory (INV-12).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+
+import grpc
+import structlog
+
+from controlplane.core.errors import (
+    DeadlineExceeded,
+    FrameOutOfOrder,
+    NotWelcomed,
+    UpdateAborted,
+    UpdateInProgress,
+    WeightplaneError,
+)
+from controlplane.rpc.errors import RemoteError, from_rpc_error
+from trainer_agent.frames import ChunkLog, Frame, SegmentReader, by_reference, inline
+from trainer_agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
+from trainer_agent.watch import UpdateWatch
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+ACCEPT_SECONDS = 30.0
+"""Longest wait for the answer to `open`; an engine agent judges it without touching its engine."""
+ABORT_SECONDS = 3.0
+"""How long an engine agent may take to confirm an abort; without its word its reads count as going on."""
+MAX_HEARD = 8
+"""Frames from the agent that may wait here: it says three things in a stream, apart from releases."""
+MAX_REASON_LENGTH = 4096
+
+Call = grpc.aio.StreamStreamCall[weight_update_pb2.UpdateWeightsRequest, weight_update_pb2.UpdateWeightsResponse]
+Request = weight_update_pb2.UpdateWeightsRequest
+Frames = asyncio.Queue[weight_update_pb2.UpdateWeightsResponse | None]
+"""What the agent said; None: it ended the stream."""
+
+
+@dataclass(frozen=True)
+class Cargo:
+    """What is the same on all streams of an update."""
+
+    open: weight_update_pb2.UpdateOpen
+    """Without engine and transport."""
+    layout_parts: tuple[weight_update_pb2.LayoutPart, ...]
+    """Without version."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnd:
+    """How the last attempt ended."""
+
+    engine_id: str
+    error: WeightplaneError | None
+    """None: `applied` came."""
+    memory_free: bool
+    """Certainly nobody reads the leader's segments for this stream any more (INV-12)."""
+
+
+class EngineStream:
+    """The way of one update to one engine."""
+
+    def __init__(
+        self,
+        stub: weight_update_pb2_grpc.WeightUpdateAsyncStub,
+        cargo: Cargo,
+        assignment: fleet_pb2.Assignment,
+        chunks: ChunkLog,
+        watch: UpdateWatch,
+    ) -> None:
+        self.engine_id = assignment.engine.engine_id
+        self.required = assignment.required
+        self.ready = False
+        """All bytes are in and checked there."""
+        self.error: WeightplaneError | None = None
+        """Why the latest attempt ended."""
+        self._stub = stub
+        self._cargo = cargo
+        self._assignment = assignment
+        self._chunks = chunks
+        self._watch = watch
+        self._inline = assignment.transport == weight_update_pb2.TRANSPORT_INLINE
+        self._reader = SegmentReader()
+        self._sent = 0
+        self._abort = asyncio.Event()
+        self._abort_reason = ""
+        self._commit_sent = False
+        self._handed = False
+        """In this attempt a handle was given away."""
+        self._untold = False
+        """An attempt before commit ended without the agent's word: it may still be reading what it was handed."""
+
+    def abort(self, reason: str) -> None:
+        """Give up before the commit frame; after it the agent owns the install, and only the waiting ends."""
+        self._abort_reason = self._abort_reason or reason
+        self._abort.set()
+
+    async def run(self) -> StreamEnd:
+        """Until `applied`, or an error that no further attempt can help. Never raises what the engine says."""
+        pause = FIRST_BACKOFF_SECONDS
+        try:
+            while True:
+                try:
+                    await self._attempt()
+                    return StreamEnd(self.engine_id, None, memory_free=True)
+                except WeightplaneError as error:
+                    self.error, self.ready = error, False
+                    log.info("stream_ended", engine_id=self.engine_id, reason=error.reason, cause=str(error))
+                if self._abort.is_set() or not self._again(self.error):
+                    return StreamEnd(self.engine_id, self.error, self._memory_free())
+                await self._pause(pause)
+                pause = min(pause * 2, MAX_BACKOFF_SECONDS)
+        finally:
+            self._reader.close()
+
+    def _again(self, error: WeightplaneError) -> bool:
+        """Bytes wait in the log, so an attempt costs little; the decision or the push's deadline ends them."""
+        if isinstance(error, RemoteError):
+            return error.code in TRANSIENT_CODES
+        if self._commit_sent or self._watch.decided:
+            return False
+        return isinstance(error, (NotWelcomed, UpdateInProgress, UpdateAborted, DeadlineExceeded))
+
+    def _memory_free(self) -> bool:
+        return self._inline or not (self._commit_sent or self._untold)
+
+    async def _pause(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds * random.uniform(0.5, 1.0)):
+                await self._abort.wait()
+
+    async def _attempt(self) -> None:
+        call = self._stub.UpdateWeights()
+        frames: Frames = asyncio.Queue(MAX_HEARD)
+        self._handed = False
+        hear = asyncio.create_task(_hear(call, frames))
+        work = asyncio.create_task(self._work(call, frames))
+        abort = asyncio.create_task(self._abort.wait())
+        tasks = {hear, work, abort}
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if hear.done() and hear.exception() is None:
+                # The stream ended well: what it said last is still to be read.
+                await asyncio.wait({work, abort}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done() or work.exception() is not None:
+                raise await self._why(call, hear, work)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            call.cancel()
+
+    async def _why(self, call: Call, hear: asyncio.Task[None], work: asyncio.Task[None]) -> WeightplaneError:
+        """What ended the attempt, the engine agent's own word first; gives the stream up if it is still open."""
+        ours = work.exception() if work.done() else None
+        if not hear.done() and not self._commit_sent:
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
+            await _say_abort(call, self._cargo.open.version, self._abort_reason or str(ours))
+            await asyncio.wait({hear}, timeout=ABORT_SECONDS)
+        told = hear.exception() if hear.done() else None
+        error = _typed(told or ours)
+        # A clean end or an ErrorInfo is the agent's own word that it reads no more; a broken connection is nobody's.
+        if self._handed and (not hear.done() or isinstance(_typed(told), RemoteError)):
+            self._untold = True
+        if self._abort_reason and isinstance(error, RemoteError):
+            return UpdateAborted(update_id=self._cargo.open.update_id, cause=self._abort_reason)
+        return error
+
+    async def _work(self, call: Call, frames: Frames) -> None:
+        await call.write(Request(open=self._open()))
+        accepted = await _accepted(frames)
+        if not accepted.attached:
+            if accepted.layout_needed:
+                await self._send_layout(call)
+            await self._send_chunks(call)
+            await _expect(frames, "ready")
+            self.ready = True
+            await self._watch.go()
+            self._commit_sent = True
+            await call.write(Request(commit=self._commit()))
+        self._commit_sent = True
+        await _expect(frames, "applied")
+
+    def _open(self) -> weight_update_pb2.UpdateOpen:
+        frame = weight_update_pb2.UpdateOpen()
+        frame.CopyFrom(self._cargo.open)
+        frame.engine.CopyFrom(self._assignment.engine)
+        frame.transport = self._assignment.transport
+        return frame
+
+    async def _send_layout(self, call: Call) -> None:
+        for part in self._cargo.layout_parts:
+            bound = weight_update_pb2.LayoutPart()
+            bound.CopyFrom(part)
+            bound.version.CopyFrom(self._cargo.open.version)
+            await call.write(Request(layout_part=bound))
+
+    async def _send_chunks(self, call: Call) -> None:
+        """Flow control is gRPC's: a write waits until the agent reads."""
+        self._sent = 0
+        index = 0
+        while (chunk := await self._chunks.chunk(index)) is not None:
+            for records, buffers in self._cut(chunk):
+                frame = weight_update_pb2.Chunk(
+                    version=self._cargo.open.version, index=self._sent, records=records, buffers=buffers
+                )
+                self._handed = not self._inline
+                await call.write(Request(chunk=frame))
+                self._sent += 1
+            index += 1
+
+    def _cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
+        return inline(chunk, self._reader) if self._inline else by_reference(chunk)
+
+    def _commit(self) -> weight_update_pb2.Commit:
+        end = self._chunks.end
+        assert end is not None, "all chunks were sent, so the end is known"
+        return weight_update_pb2.Commit(
+            version=self._cargo.open.version,
+            chunk_count=self._sent,
+            byte_count=end.byte_count,
+            content_digest=end.content_digest,
+        )
+
+
+async def _hear(call: Call, frames: Frames) -> None:
+    """What the agent says, until its stream ends; raises its status if that is an error.
+
+    Releases of single chunks are dropped: the segment is one, and is judged by the stream's end.
+    """
+    async for frame in call:
+        if not frame.HasField("chunk_released"):
+            await frames.put(frame)
+    await frames.put(None)
+
+
+async def _accepted(frames: Frames) -> weight_update_pb2.UpdateAccepted:
+    try:
+        async with asyncio.timeout(ACCEPT_SECONDS):
+            return (await _expect(frames, "accepted")).accepted
+    except TimeoutError:
+        raise DeadlineExceeded(
+            phase="open", waited_for="the engine agent to judge it", waited_seconds=ACCEPT_SECONDS
+        ) from None
+
+
+async def _expect(frames: Frames, kind: str) -> weight_update_pb2.UpdateWeightsResponse:
+    frame = await frames.get()
+    if frame is None:
+        raise RemoteError(code="UNAVAILABLE", text=f"the engine agent ended the stream before `{kind}`")
+    if frame.WhichOneof("frame") != kind:
+        raise FrameOutOfOrder(expected=kind, got=str(frame.WhichOneof("frame")))
+    return frame
+
+
+async def _say_abort(call: Call, version: version_pb2.WeightVersion, reason: str) -> None:
+    """The abort frame, and then the agent's confirmation, both within limits."""
+    frame = weight_update_pb2.Abort(version=version, reason=reason[:MAX_REASON_LENGTH])
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(ABORT_SECONDS):
+            await call.write(Request(abort=frame))
+            await call.done_writing()
+
+
+def _typed(error: BaseException | None) -> WeightplaneError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_rpc_error(error)
+    if isinstance(error, WeightplaneError):
+        return error
+    return RemoteError(code="UNAVAILABLE", text=f"the stream ended early ({error!r})" if error else "it ended early")
