@@ -61,32 +61,6 @@ def passes(error: WeightplaneError, reasons: Iterable[str]) -> bool:
     return not PERMANENT.intersection(reasons)
 
 
-def push_plan(begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int) -> rank_pb2.PushPlan:
-    """The plan for the ranks, with every assignment: each rank is sent its own part by `for_rank`."""
-    plan = rank_pb2.PushPlan(
-        update_id=begun.update_id,
-        version=begun.version,
-        plan_digest=begun.plan.digest,
-        plan_revision=begun.plan.revision,
-        assignments=begun.plan.assignments,
-        chunk_bytes=chunk_bytes,
-    )
-    for assignment in begun.plan.assignments:
-        if len(assignment.ranks) > 1:
-            plan.shared_slots.add(engine_id=assignment.engine.engine_id, ranks=assignment.ranks)
-    return plan
-
-
-def for_rank(plan: rank_pb2.PushPlan, rank: int, sequence: int) -> rank_pb2.PushPlan:
-    """The part of one rank."""
-    part = rank_pb2.PushPlan()
-    part.CopyFrom(plan)
-    del part.assignments[:]
-    part.assignments.extend(a for a in plan.assignments if rank in a.ranks)
-    part.sequence = sequence
-    return part
-
-
 def decided(state: fleet_pb2.UpdateState, *, released: bool) -> rank_pb2.PushResult | None:
     """The result if the fleet serves the version, else None."""
     if state.phase not in _SUCCESS:
@@ -121,7 +95,7 @@ def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
 
 
 def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str, WeightplaneError]) -> str:
-    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: what the engine reported, else what its stream ended in."""
+    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: by the engine's report, else by its stream's end."""
     texts: dict[str, str] = {}
     for engine in engines:
         name = engine.engine.engine_id

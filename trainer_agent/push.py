@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import structlog
@@ -26,10 +27,12 @@ from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent import outcome
 from trainer_agent.begin import abandon, abort_update, begin_update
 from trainer_agent.frames import ChunkLog
+from trainer_agent.plans import check_plan, push_plan
 from trainer_agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
-from trainer_agent.watch import UpdateWatch
+from trainer_agent.stubs import Stubs
+from trainer_agent.watch import DECIDED, UpdateWatch
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, weight_update_pb2, weight_update_pb2_grpc
+from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -49,9 +52,7 @@ MAX_REASON_LENGTH = 4096
 class PushContext:
     """What stays the same over the pushes of one set of ranks."""
 
-    fleet: fleet_pb2_grpc.FleetAsyncStub
-    engine: Callable[[str], weight_update_pb2_grpc.WeightUpdateAsyncStub]
-    """Stub for an endpoint."""
+    stubs: Stubs
     run_id: str
     model: str
     layout: Layout
@@ -74,6 +75,7 @@ class Push:
     send_plan: Callable[[rank_pb2.PushPlan], None]
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
+    _final: bool = False
     _started: float = 0.0
     _logs: dict[str, ChunkLog] = field(default_factory=dict)
     _leaders: dict[str, int] = field(default_factory=dict)
@@ -82,8 +84,9 @@ class Push:
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def fail(self, error: WeightplaneError) -> None:
-        """Something other than an engine went wrong. The first word counts."""
+    def fail(self, error: WeightplaneError, *, final: bool = False) -> None:
+        """Something other than an engine went wrong. The first word counts. `final`: no repeat can help."""
+        self._final = self._final or final
         if self.error is None:
             log.info("push_fails", step=self.step, reason=error.reason, cause=str(error))
             self.error = error
@@ -126,22 +129,23 @@ class Push:
             ready_limit=seconds_to_proto(self.limit_seconds),
         )
         deadline = self._started + self.limit_seconds
-        begin = asyncio.create_task(begin_update(self.context.fleet, request, deadline, first=self.first))
+        begin = asyncio.create_task(begin_update(self.context.stubs.fleet, request, deadline, first=self.first))
         failed = asyncio.create_task(self._failed.wait())
         await asyncio.wait({begin, failed}, return_when=asyncio.FIRST_COMPLETED)
         failed.cancel()
         if self.error is None:
             return begin.result()
-        abandon(self.context.fleet, begin, self._abort_request("", self.error))
+        abandon(self.context.stubs.fleet, begin, self._abort_request("", self.error))
         raise self.error
 
     async def _carry(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushResult:
-        watch = UpdateWatch(self.context.fleet, self.context.run_id, begun)
+        watch = UpdateWatch(self.context.stubs.fleet, self.context.run_id, begun)
         watching = asyncio.create_task(watch.run())
         try:
-            self._check_plan(begun.plan)
+            check_plan(begun.plan, self.context.world_size)
+            await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
             self._open_streams(begun, watch)
-            self.send_plan(outcome.push_plan(begun, self.context.chunk_bytes))
+            self.send_plan(push_plan(begun, self.context.chunk_bytes))
             await self._until_decided(watch)
         except WeightplaneError as error:
             self.fail(error)
@@ -152,24 +156,13 @@ class Push:
             await asyncio.gather(watching, return_exceptions=True)
         return self._result(watch.state, ends)
 
-    def _check_plan(self, plan: fleet_pb2.Plan) -> None:
-        """The leader is the slot's lowest rank, whatever the trainer's parallelism is (G1)."""
-        for a in plan.assignments:
-            ranks = list(a.ranks)
-            in_order = bool(ranks) and ranks == sorted(set(ranks)) and ranks[0] == a.leader
-            if not in_order or ranks[0] < 0 or ranks[-1] >= self.context.world_size:
-                text = f"{ranks} led by {a.leader}, of {self.context.world_size}"
-                raise SlotMismatch(engine_id=a.engine.engine_id, what="the plan", ranks=text)
-            if len(ranks) > 1 and len(a.device_uuids) != len(ranks):
-                raise SlotMismatch(engine_id=a.engine.engine_id, what="the plan's devices", ranks=str(ranks))
-
     def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch) -> None:
         cargo = self._cargo(begun)
         for assignment in begun.plan.assignments:
             engine_id = assignment.engine.engine_id
             self._logs[engine_id] = ChunkLog()
             self._leaders[engine_id] = assignment.leader
-            stub = self.context.engine(assignment.endpoint)
+            stub = self.context.stubs.engine(assignment.endpoint)
             self._streams.append(EngineStream(stub, cargo, assignment, self._logs[engine_id], watch))
         self._tasks += [asyncio.create_task(s.run()) for s in self._streams]
 
@@ -211,7 +204,7 @@ class Push:
             trouble.cancel()
 
     async def _trouble(self, watch: UpdateWatch) -> WeightplaneError:
-        """What makes going on senseless: a failure, a fence, or a required engine that refused while all others wait."""
+        """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""
         stuck_since: float | None = None
         while self.error is None:
             fence = next((s.error for s in self._streams if isinstance(s.error, StaleTerm)), None)
@@ -221,7 +214,7 @@ class Push:
             stuck_since = None if refused is None else stuck_since or _now()
             if refused is not None and stuck_since is not None and _now() - stuck_since >= REFUSAL_SECONDS:
                 return outcome.update_failed(watch.state, f"{refused.engine_id}: {refused.error}", self._errors())
-            await asyncio.wait({asyncio.ensure_future(self._failed.wait())}, timeout=POLL_SECONDS)
+            await _within(POLL_SECONDS, self._failed.wait())
         return self.error
 
     def _refused(self) -> EngineStream | None:
@@ -233,9 +226,11 @@ class Push:
 
     async def _give_up(self, watch: UpdateWatch, error: WeightplaneError) -> None:
         """Before GO nothing was installed, and an abort costs nothing. If GO was faster, the decision is waited for."""
-        state = await abort_update(self.context.fleet, self._abort_request(watch.state.update_id, error))
-        if state is not None and state.phase == fleet_pb2.UPDATE_PHASE_GO and not isinstance(error, StaleTerm):
-            await asyncio.wait({asyncio.ensure_future(watch.decision())}, timeout=DECIDE_SECONDS)
+        state = await abort_update(self.context.stubs.fleet, self._abort_request(watch.state.update_id, error))
+        if state is not None and state.phase in DECIDED:
+            await watch.take(state)
+        elif state is not None and not isinstance(error, StaleTerm):
+            await _within(DECIDE_SECONDS, watch.decision())
         if not watch.decided:
             await watch.fail(str(error))
 
@@ -299,3 +294,10 @@ class Push:
 
 def _now() -> float:
     return asyncio.get_running_loop().time()
+
+
+async def _within(seconds: float, something: Awaitable[object]) -> None:
+    """Wait for it, but no longer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await something

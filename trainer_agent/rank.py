@@ -204,7 +204,8 @@ class TrainerRank:
     def _attempt(self, step: int, patience: Patience) -> rank_pb2.PushResult:
         self._sequence += 1
         feed = Feed(self._place.rank, self._link, self._segments, self._groups, self._sequence, patience)
-        begin = rank_pb2.PushBegin(step=step, timeout_seconds=patience.left, sequence=self._sequence)
+        limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
+        begin = rank_pb2.PushBegin(step=step, timeout_seconds=limit, sequence=self._sequence)
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
         try:
             plan = feed.answer("push_plan", "every rank to push, and the coordinator's plan").push_plan
@@ -231,8 +232,8 @@ class TrainerRank:
             self._give_up(error, patience)
             if isinstance(error, WeightplaneError):
                 drain(tensors)
-            with suppress(WeightplaneError, PushEnded):
-                feed.answer("push_result", "the agent to end the push")
+            if self._repeats(feed):
+                return
             raise
 
     def _give_up(self, error: Exception, patience: Patience) -> None:

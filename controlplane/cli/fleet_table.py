@@ -59,7 +59,7 @@ def engines_table(view: operator_pb2.FleetView, now: float) -> Table:
             table,
             name,
             state,
-            applied_text(status),
+            applied_word(engine),
             served,
             "open" if status.gate_open else "shut",
             _holds(status.holds),
@@ -76,8 +76,11 @@ def state_word(engine: operator_pb2.EngineView) -> str:
     return engine.status.word if engine.known else UNKNOWN
 
 
-def applied_text(status: engine_pb2.EngineStatus) -> str:
-    return version_text(status.applied) if status.HasField("applied") else "unset"
+def applied_word(engine: operator_pb2.EngineView) -> str:
+    """The version that it holds, `unset`, or UNKNOWN while its session is lost."""
+    if not engine.known:
+        return UNKNOWN
+    return version_text(engine.status.applied) if engine.status.HasField("applied") else "unset"
 
 
 def version_text(version: version_pb2.WeightVersion) -> str:

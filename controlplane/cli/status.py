@@ -13,6 +13,9 @@ from controlplane.exit_codes import ExitCode
 if TYPE_CHECKING:
     from weightplane.v1 import operator_pb2
 
+WIDTH_OF_FILES = 240
+"""A pipe or a file has no width: one engine is one line there."""
+
 
 @reported
 def status(
@@ -35,7 +38,10 @@ def status(
 
     from controlplane.cli.fleet_table import render_fleet
 
-    Console(soft_wrap=True).print(render_fleet(view, time.time()))
+    console = Console(soft_wrap=True)
+    if not console.is_terminal:
+        console.width = WIDTH_OF_FILES
+    console.print(render_fleet(view, time.time()))
     return ExitCode.OK
 
 

@@ -327,7 +327,7 @@ async def test_closing_the_iterator_aborts_the_request_in_the_engine(rig: Rig) -
     deltas = rig.engine.generate("closed", PROMPT, sampling)
     first = await anext(deltas)
     assert first.finish_reason is None
-    await deltas.aclose()  # type: ignore[attr-defined]
+    await deltas.aclose()
     assert await rig.engine.quiesce() == LiveRequests({})
     await rig.engine.resume()
     assert (await generate(rig.engine, 4, name="closed")).finish_reason == "length"

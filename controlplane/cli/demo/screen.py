@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controlplane.cli.demo.progress import Progress
-from controlplane.cli.fleet_table import applied_text, engines_table, state_word
+from controlplane.cli.fleet_table import applied_word, engines_table, state_word
 from weightplane.v1 import operator_pb2
 
 STEPS_SHOWN = 12
@@ -129,4 +129,4 @@ def steps_table(progress: Progress) -> Table:
 
 def engine_words(view: operator_pb2.FleetView) -> list[str]:
     """`engine-0 1.4 serving` for each engine."""
-    return [f"{e.status.engine.engine_id} {applied_text(e.status)} {state_word(e)}" for e in view.engines]
+    return [f"{e.status.engine.engine_id} {applied_word(e)} {state_word(e)}" for e in view.engines]

@@ -39,7 +39,7 @@ WAIT_SECONDS = 30.0
 GENERATE_SECONDS = 120.0
 REFERENCE_SECONDS = 240.0
 MAX_MODEL_LEN = 256
-KV_CACHE_BYTES = 32 << 20
+KV_CACHE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,11 @@ async def ask_engine(
 
 
 async def _ask(
-    stub: rollout_pb2_grpc.RolloutStub, engine_id: EngineId, run_id: str, prompt: Sequence[int], version: WeightVersion
+    stub: rollout_pb2_grpc.RolloutAsyncStub,
+    engine_id: EngineId,
+    run_id: str,
+    prompt: Sequence[int],
+    version: WeightVersion,
 ) -> Sample:
     greedy = SamplingSettings(max_tokens=MAX_TOKENS, temperature=0.0, ignore_eos=True)
     request = rollout_pb2.GenerateRequest(

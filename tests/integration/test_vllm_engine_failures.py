@@ -1,0 +1,209 @@
+"""Engines that die, hang or never start: the port says so in time, and nothing is left running."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
+from controlplane.core.sampling import SamplingSettings
+from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent.engine import EngineFacts, StagedWeights
+from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from tests.support import vllm_agent_process
+from tests.support.eventually import eventually, eventually_blocking
+from tests.support.staging import stage
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
+
+PROMPT = [5, 6, 7, 8, 9]
+SAMPLING = SamplingSettings(max_tokens=150, temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
+
+
+@pytest.fixture
+def settings(model: Path) -> VllmSettings:
+    return VllmSettings(
+        model,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=32 << 20,
+        install_timeout_seconds=5.0,
+    )
+
+
+@pytest.fixture
+def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    return tmp_path / "worker.install"
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    children = psutil.Process().children(recursive=True)
+    assert [p.cmdline() for p in children if p.pid not in before and "resource_tracker" not in str(p.cmdline())] == []
+
+
+@pytest.fixture
+async def engine(settings: VllmSettings, failpoint: Path, nothing_left: None) -> AsyncIterator[VllmEngine]:
+    engine = VllmEngine(settings, "engine-0")
+    yield engine
+    await engine.shutdown()
+
+
+def read_state(model: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    state: dict[str, Any] = load_file(model / "model.safetensors")
+    return state
+
+
+async def consume(engine: VllmEngine, name: str) -> list[int]:
+    return [t async for delta in engine.generate(name, PROMPT, SAMPLING) for t in delta.token_ids]
+
+
+def gone(pids: tuple[int, ...]) -> bool:
+    return not any(psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE for p in pids)
+
+
+@pytest.mark.parametrize("victim", [0, 1], ids=["core", "worker"])
+async def test_a_killed_process_ends_every_wait_and_shutdown_leaves_nothing(engine: VllmEngine, victim: int) -> None:
+    facts = await engine.start()
+    core, worker = sorted(facts.pids, key=lambda p: psutil.Process(p).create_time())
+    waiting = asyncio.create_task(consume(engine, "victim"))
+    await engine.quiesce()
+    os.kill((core, worker)[victim], signal.SIGKILL)
+    for wait in (waiting, engine.probe(), engine.resume(), engine.quiesce(), consume(engine, "late")):
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(wait, 20)
+    await engine.shutdown()
+    assert gone(facts.pids)
+
+
+async def test_an_install_past_its_deadline_ends_the_engine(
+    engine: VllmEngine, settings: VllmSettings, failpoint: Path
+) -> None:
+    """INV-4: its outcome is unknown, so what the workers hold is given up."""
+    facts = await engine.start()
+    failpoint.write_text("sleep=60 after=3")
+    await engine.quiesce()
+    started = time.monotonic()
+    with stage(read_state(settings.model), "1") as staged, pytest.raises(InstallTimedOut):
+        await engine.install(staged)
+    assert time.monotonic() - started < settings.install_timeout_seconds + 5
+    assert gone(facts.pids)
+    with pytest.raises(EngineDied):
+        await engine.probe()
+
+
+async def test_a_start_past_its_deadline_leaves_nothing(settings: VllmSettings, nothing_left: None) -> None:
+    engine = VllmEngine(replace(settings, start_timeout_seconds=3.0), "engine-late")
+    with pytest.raises(EngineDied, match=r"no engine core within 3\.0 s"):
+        await engine.start()
+    await engine.shutdown()
+
+
+async def test_an_engine_that_cannot_start_says_what_its_log_said(
+    settings: VllmSettings, tmp_path: Path, nothing_left: None
+) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    model = make_tiny_model(tmp_path / "misshapen", seed=0)
+    state = read_state(model)
+    state["model.norm.weight"] = torch.zeros(64)
+    save_file(state, model / "model.safetensors", metadata={"format": "pt"})
+    engine = VllmEngine(replace(settings, model=model), "engine-misshapen")
+    with pytest.raises(EngineDied, match="last log lines") as died:
+        await engine.start()
+    assert "norm.weight" in died.value.cause or "AssertionError" in died.value.cause
+    await engine.shutdown()
+
+
+async def test_the_event_loop_goes_on_while_an_engine_starts(engine: VllmEngine) -> None:
+    """Heartbeats run in it."""
+    gaps: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.01)
+            gaps.append(time.monotonic() - before)
+
+    beating = asyncio.create_task(beat())
+    await engine.start()
+    beating.cancel()
+    assert max(gaps) < 2.0
+
+
+def test_engine_processes_end_with_a_killed_agent(model: Path) -> None:
+    command = [sys.executable, "-m", vllm_agent_process.__name__, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as agent:
+        assert agent.stdout is not None
+        line = next(line for line in agent.stdout if line.startswith(vllm_agent_process.MARK))
+        pids = tuple(json.loads(line.removeprefix(vllm_agent_process.MARK)))
+        assert len(pids) == 2
+        assert not gone(pids)
+        agent.kill()
+        eventually_blocking(lambda: gone(pids))
+
+
+class TestTwoWorkers:
+    """One engine of two workers, each with chunks of its own device."""
+
+    @pytest.fixture
+    def settings(self, model: Path, settings: VllmSettings) -> VllmSettings:
+        devices = ("device-a", "device-b")
+        return replace(settings, model=model, tensor_parallel_size=2, device_uuids=devices, start_timeout_seconds=120)
+
+    async def test_all_or_none_install(self, engine: VllmEngine, settings: VllmSettings, failpoint: Path) -> None:
+        facts = await engine.start()
+        assert (facts.world_size, facts.device_uuids) == (2, ("device-a", "device-b"))
+        state = read_state(settings.model)
+        await engine.resume()
+        original = await consume(engine, "original")
+        await engine.quiesce()
+        await self._refused_by_one_touches_neither(engine, facts, state)
+        await engine.resume()
+        assert await consume(engine, "still-original") == original
+        await engine.quiesce()
+        failpoint.write_text("raise after=5")  # fires in one of the two
+        with stage(state, "3") as staged, pytest.raises(InstallFailed) as failure:
+            await engine.install(self._for_both(staged))
+        assert failure.value.touched
+        with stage(state, "4") as staged:
+            await engine.install(self._for_both(staged))
+        await engine.canary()
+        await engine.resume()
+        assert await consume(engine, "healed") == original
+
+    async def _refused_by_one_touches_neither(
+        self, engine: VllmEngine, facts: EngineFacts, state: dict[str, Any]
+    ) -> None:
+        other = {name: t + 1 for name, t in state.items()}
+        with stage(other, "2") as staged, pytest.raises(InstallFailed, match="worker 1") as failure:
+            await engine.install(replace(staged, chunks={facts.device_uuids[0]: staged.chunks[""]}))
+        assert not failure.value.touched
+
+    def _for_both(self, staged: StagedWeights) -> StagedWeights:
+        return replace(staged, chunks={"device-a": staged.chunks[""], "device-b": staged.chunks[""]})

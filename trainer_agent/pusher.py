@@ -1,0 +1,152 @@
+"""The pushes of one life of a trainer: one at a time, begun when every rank entered, answered to every rank alike.
+
+Promises: a push that failed for a passing reason is begun again by all ranks or by none; a rank that is gone ends it for
+all; nobody waits for a rank that will not come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import structlog
+
+from controlplane.core.errors import PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from trainer_agent.outcome import failed
+from trainer_agent.plans import for_rank
+from trainer_agent.push import Push, PushContext
+from trainer_agent.ranks import RankConnection
+from trainer_agent.rankset import RankSet
+from trainer_agent.wire import typed_error
+from weightplane.local.v1 import rank_pb2
+
+log = structlog.get_logger(__name__)
+
+FIRST_RETRY_SECONDS = 0.25
+"""First pause before a push is repeated; it doubles. Engines that were rebuilt need a while."""
+MAX_RETRY_SECONDS = 5.0
+RETRY_SECONDS_LEFT = 5.0
+"""With less time than this left a failed push is not repeated."""
+
+
+class Pusher:
+    """Collects what ranks say of pushes, and answers them."""
+
+    def __init__(
+        self,
+        ranks: RankSet,
+        context: PushContext,
+        term: Callable[[], int],
+        fenced: Callable[[StaleTerm], None],
+    ) -> None:
+        self._ranks = ranks
+        self._context = context
+        self._term = term
+        self._fenced = fenced
+        self._begun: dict[int, rank_pb2.PushBegin] = {}
+        self._push: Push | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._failures = 0
+        """Attempts of the present push that failed."""
+
+    def begin(self, rank: RankConnection, begin: rank_pb2.PushBegin) -> None:
+        """A rank entered push()."""
+        self._begun[rank.rank] = begin
+        if self._ranks.lost is not None:
+            self._answer(failed(self._ranks.lost, None, released=True))
+        elif len(self._begun) == self._ranks.world_size:
+            self._task = asyncio.create_task(self._run())
+
+    def said(self, rank: RankConnection, request: rank_pb2.RankRequest) -> None:
+        """Anything else about a push. What comes after its end is dropped: the answer is on its way."""
+        if request.HasField("push_failed"):
+            self._rank_failed(rank.rank, request.push_failed)
+        elif self._push is not None and request.HasField("send_chunk"):
+            self._push.take_chunk(rank.rank, request.send_chunk)
+        elif self._push is not None and request.HasField("push_end"):
+            self._push.take_end(rank.rank, request.push_end)
+
+    def fail(self, error: WeightplaneError) -> None:
+        """The push, or the waiting for one, is over for everybody."""
+        if self._push is not None:
+            self._push.fail(error)
+        elif self._begun and self._task_over:
+            self._answer(failed(error, None, released=True))
+
+    async def close(self) -> None:
+        """End what runs, and wait for it."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def idle(self) -> None:
+        """Wait until no push runs."""
+        if self._task is not None:
+            await asyncio.wait({self._task})
+
+    @property
+    def _task_over(self) -> bool:
+        return self._task is None or self._task.done()
+
+    async def _run(self) -> None:
+        limit = min(b.timeout_seconds for b in self._begun.values())
+        started = asyncio.get_running_loop().time()
+        push = self._push = self._new_push(limit)
+        result = await self._attempt(push, limit)
+        left = limit - (asyncio.get_running_loop().time() - started)
+        result.retry = result.retry and self._ranks.lost is None and left > RETRY_SECONDS_LEFT
+        self._failures = self._failures + 1 if result.retry else 0
+        self._push = None
+        if isinstance(push.error, StaleTerm):
+            self._fenced(push.error)
+        self._answer(result)
+
+    async def _attempt(self, push: Push, limit: float) -> rank_pb2.PushResult:
+        """Supervises: an error of our own must not leave ranks waiting for an answer."""
+        if self._failures:
+            pause = min(FIRST_RETRY_SECONDS * 2 ** (self._failures - 1), MAX_RETRY_SECONDS)
+            await asyncio.sleep(min(pause, limit))
+        try:
+            return await push.run()
+        except Exception as error:
+            log.exception("push_broke", step=push.step)
+            return failed(PeerLost(peer="the trainer agent", cause=repr(error)), None, released=False)
+
+    def _new_push(self, limit: float) -> Push:
+        steps = {r: b.step for r, b in sorted(self._begun.items())}
+        push = Push(
+            self._context,
+            term=self._term(),
+            step=steps[0],
+            limit_seconds=limit,
+            first=self._failures == 0,
+            send_plan=self._send_plan,
+        )
+        if len(set(steps.values())) > 1:
+            push.fail(SlotMismatch(engine_id="every engine", what="the step", ranks=str(steps)))
+        elif self._ranks.lost is not None:
+            push.fail(self._ranks.lost)
+        return push
+
+    def _send_plan(self, plan: rank_pb2.PushPlan) -> None:
+        for rank, connection in self._ranks.members.items():
+            part = for_rank(plan, rank, self._begun[rank].sequence)
+            connection.send(rank_pb2.RankResponse(push_plan=part))
+
+    def _answer(self, result: rank_pb2.PushResult) -> None:
+        for rank, begin in self._begun.items():
+            if rank in self._ranks.members:
+                result.sequence = begin.sequence
+                self._ranks.members[rank].send(rank_pb2.RankResponse(push_result=result))
+        self._begun.clear()
+        log.info("push_ended", reason=result.error_reason or "NONE", retry=result.retry, cause=result.error_message)
+
+    def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:
+        """An error of ours is known to everybody; any other exception is the end of that rank."""
+        error = typed_error(what.error_reason, what.error_metadata, what.cause)
+        if not what.error_reason:
+            error = PeerLost(peer=f"rank {rank}", cause=what.cause)
+        if self._push is not None:
+            self._push.fail(error, final=not what.error_reason)
+        else:
+            self.fail(error)

@@ -1,0 +1,38 @@
+"""Channels of the trainer agent: one to the coordinator, one to each engine of the latest plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+import grpc
+
+from weightplane.v1 import fleet_pb2_grpc, weight_update_pb2_grpc
+
+
+class Stubs:
+    """Made on first use, closed when no plan names them any more, or at the end."""
+
+    def __init__(self, coordinator: str, open_channel: Callable[[str], grpc.aio.Channel]) -> None:
+        self._open = open_channel
+        self._coordinator = open_channel(coordinator)
+        self._engines: dict[str, grpc.aio.Channel] = {}
+        self.fleet: fleet_pb2_grpc.FleetAsyncStub = fleet_pb2_grpc.FleetStub(self._coordinator)
+
+    def engine(self, endpoint: str) -> weight_update_pb2_grpc.WeightUpdateAsyncStub:
+        """The stub of an engine agent."""
+        if endpoint not in self._engines:
+            self._engines[endpoint] = self._open(endpoint)
+        stub: weight_update_pb2_grpc.WeightUpdateAsyncStub = weight_update_pb2_grpc.WeightUpdateStub(
+            self._engines[endpoint]
+        )
+        return stub
+
+    async def keep(self, endpoints: Collection[str]) -> None:
+        """Close every engine's channel but these."""
+        for gone in self._engines.keys() - set(endpoints):
+            await self._engines.pop(gone).close()
+
+    async def close(self) -> None:
+        """Close everything."""
+        await self.keep(())
+        await self._coordinator.close()
