@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from controlplane import failpoints
+from controlplane.core.errors import WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.devices import host_id
 from trainer_agent.chunking import plan_segment
@@ -100,6 +101,13 @@ class Feed:
                 return message
             if got == "push_result":
                 raise PushEnded(message.push_result)
+
+    def end(self) -> rank_pb2.PushResult | None:
+        """The agent's answer to this rank's failure; None if it does not come."""
+        try:
+            return self.answer("push_result", "the agent to end the push").push_result
+        except WeightplaneError:
+            return None
 
     def _announce(self, chunk: ExportedChunk, part: _Part, segment: Segment) -> None:
         place = layout_pb2.SharedMemoryRange(

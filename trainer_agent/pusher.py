@@ -1,7 +1,7 @@
 """The pushes of one life of a trainer: one at a time, begun when every rank entered, answered to every rank alike.
 
-Promises: a push that failed for a passing reason is begun again by all ranks or by none; a rank that is gone ends it for
-all; nobody waits for a rank that will not come.
+Promises: a push that failed for a passing reason is begun again by all ranks or by none; a rank that is gone
+ends it for all; nobody waits for a rank that will not come.
 """
 
 from __future__ import annotations

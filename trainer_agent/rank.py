@@ -225,15 +225,16 @@ class TrainerRank:
         try:
             feed.run(plan, self._layout, tensors)
         except PushEnded as ended:
-            if ended.result.error_reason != PeerLost.reason:
+            if _whole(ended.result):
                 drain(tensors)
             raise
         except Exception as error:
             self._give_up(error, patience)
-            if isinstance(error, WeightplaneError):
+            result = feed.end()
+            if isinstance(error, WeightplaneError) and (result is None or _whole(result)):
                 drain(tensors)
-            if self._repeats(feed):
-                return
+            if result is not None and result.retry:
+                raise PushEnded(result) from error
             raise
 
     def _give_up(self, error: Exception, patience: Patience) -> None:
@@ -274,6 +275,11 @@ def _connect(socket: Path, sidecar: Sidecar | None, patience: Patience) -> RankL
         if sidecar:
             sidecar.stop()
         raise
+
+
+def _whole(result: rank_pb2.PushResult) -> bool:
+    """Whether every rank is still there to take part in an iteration."""
+    return result.retry or result.error_reason != PeerLost.reason
 
 
 def _report(result: rank_pb2.PushResult, step: int, seconds: float) -> PushReport:

@@ -27,6 +27,8 @@ class RankSet:
         self.members: dict[int, RankConnection] = {}
         self.lost: PeerLost | None = None
         """Why the set is broken."""
+        self.opened = False
+        """A session was opened for it."""
         self.layout: Layout | None = None
         self.parts: list[weight_update_pb2.LayoutPart] = []
         self._progress: dict[int, tuple[int, str]] = {}

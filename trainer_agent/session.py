@@ -74,6 +74,11 @@ class FleetSession:
         self._task: asyncio.Task[None] | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
 
+    @property
+    def incarnation(self) -> str:
+        """Whose session it is."""
+        return self._hello.incarnation
+
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
 

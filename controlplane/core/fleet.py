@@ -325,6 +325,7 @@ class FleetCore:
         model.term = Term(model.term + 1)
         effects: list[Effect] = [
             Save(TermGiven(event.model, model.term, event.trainer_id, event.incarnation)),
+            Welcome(event.session, model.term),  # its first frame: states are broadcast below
         ]
         if holder is not None and holder.session is not None:
             error = e.StaleTerm(model=event.model, got=holder.term, current=model.term)
@@ -344,7 +345,7 @@ class FleetCore:
         if update is not None and update.phase is Phase.PREPARING:
             effects += self._finish(update, Phase.FAILED, f"fenced by term {model.term}")
         self.revision += 1
-        return [*effects, Welcome(event.session, model.term), BroadcastState(), ViewChanged()]
+        return [*effects, BroadcastState(), ViewChanged()]
 
     def _resume_lease(self, holder: TrainerRecord, event: TrainerConnected, now: float) -> list[Effect]:
         holder.session, holder.ranks = event.session, event.ranks

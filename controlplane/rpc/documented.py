@@ -1,0 +1,58 @@
+"""Reflection that reads as documentation: `grpcurl describe` shows the comments of the protos.
+
+Generated Python drops comments, and so does protobuf's own descriptor pool. So the answers of the standard
+reflection service get our files exchanged for the same ones with comments (`weightplane/v1/documented.binpb`, made by
+`make protos`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterable
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+import grpc
+from google.protobuf import descriptor_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha._async import ReflectionServicer
+
+DOCUMENTED_FILE = "documented.binpb"
+
+
+def enable_documented_reflection(service_names: Iterable[str], server: grpc.aio.Server) -> None:
+    """Serve reflection of these services, comments included."""
+    add: Any = reflection_pb2_grpc.add_ServerReflectionServicer_to_server
+    add(_Documented(tuple(service_names)), server)
+
+
+class _Documented:
+    """The standard servicer, its answers changed on their way out."""
+
+    def __init__(self, service_names: tuple[str, ...]) -> None:
+        self._standard: Any = ReflectionServicer(service_names)
+
+    async def ServerReflectionInfo(
+        self, request_iterator: AsyncIterator[reflection_pb2.ServerReflectionRequest], context: Any
+    ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
+        async for response in self._standard.ServerReflectionInfo(request_iterator, context):
+            yield _with_comments(response)
+
+
+def _with_comments(response: reflection_pb2.ServerReflectionResponse) -> reflection_pb2.ServerReflectionResponse:
+    if response.HasField("file_descriptor_response"):
+        kept = list(response.file_descriptor_response.file_descriptor_proto)
+        response.file_descriptor_response.file_descriptor_proto[:] = [_documented(file) for file in kept]
+    return response
+
+
+def _documented(file: bytes) -> bytes:
+    name = descriptor_pb2.FileDescriptorProto.FromString(file).name
+    return _documented_files().get(name, file)
+
+
+@cache
+def _documented_files() -> dict[str, bytes]:
+    content = files("weightplane.v1").joinpath(DOCUMENTED_FILE).read_bytes()
+    made = descriptor_pb2.FileDescriptorSet.FromString(content)
+    return {file.name: file.SerializeToString() for file in made.file}

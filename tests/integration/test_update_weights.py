@@ -1,0 +1,329 @@
+"""The version-with-data contract over real gRPC, with in-memory engines: streams cut, doubled, late and wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from controlplane import failpoints
+from controlplane.rpc.errors import from_rpc_error
+from engine_agent.memory_engine import token_of, weights_of
+from tests.support.eventually import eventually
+from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
+from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
+    async with local_fleet(tmp_path, seconds_per_token=0.002) as running:
+        yield running
+
+
+async def refused(stream: Stream) -> str:
+    """Read until the stream is ended by an error; its reason."""
+
+    async def read_on() -> None:
+        while True:
+            await stream.read()
+
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await read_on()
+    return from_rpc_error(error.value).reason
+
+
+async def test_three_pushes_reach_both_engines_with_their_versions(fleet: LocalFleet) -> None:
+    for step in (1, 2, 3):
+        weights = Weights()
+        state = await fleet.push(weights, step=step)
+        assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+        digests = {t.name: hashlib.sha256(p).digest() for t, p in zip(LAYOUT.tensors, weights.parts, strict=True)}
+        expected = [token_of(weights_of(digests), [1, 2, 3], i, 256) for i in range(5)]
+        for engine_id in ("e0", "e1"):
+            tokens, spans, _ = await fleet.generate(engine_id, 5, min_version=state.version)
+            assert tokens == expected
+            assert spans == [(step, 0, 5)]
+
+
+async def test_v3_asked_between_any_two_frames_the_engine_says_what_it_holds(fleet: LocalFleet) -> None:
+    await fleet.push(Weights())
+    weights, begun = Weights(), await fleet.begin()
+    stream = fleet.stream(begun, "e0")
+    await stream.open()
+    assert await fleet.applied("e0") == 1
+    await stream.chunk(weights, 0, [0])
+    assert await fleet.applied("e0") == 1
+    await stream.chunk(weights, 1, [1])
+    while (await stream.read()).WhichOneof("frame") != "ready":
+        assert await fleet.applied("e0") == 1
+    assert await fleet.applied("e0") == 1
+
+
+@pytest.mark.parametrize("how", ["end", "cut"])
+async def test_inv3_a_stream_that_ends_without_a_commit_is_an_abort(fleet: LocalFleet, how: str) -> None:
+    await fleet.push(Weights())
+    begun = await fleet.begin()
+    stream = fleet.stream(begun, "e0")
+    await stream.until_ready(Weights())
+    if how == "end":
+        await stream.end()
+    else:
+        stream.cut()
+    state = await fleet.decided(begun.update_id)
+    assert state.phase == fleet_pb2.UPDATE_PHASE_FAILED
+    assert await fleet.applied("e0") == 1
+    assert (await fleet.generate("e0", 3))[1] == [(1, 0, 3)]
+
+
+async def test_silence_on_an_open_stream_is_an_abort(fleet: LocalFleet) -> None:
+    begun = await fleet.begin()
+    stream = fleet.stream(begun, "e0")
+    await stream.open()
+    assert await refused(stream) == "UPDATE_ABORTED"
+
+
+async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path, install_seconds=0.3) as fleet:
+        weights, begun = Weights(), await fleet.begin()
+        streams = [fleet.stream(begun, e) for e in ("e0", "e1")]
+        for stream in streams:
+            await stream.until_ready(weights)
+        await fleet.go(begun.update_id)
+        for stream in streams:
+            await stream.commit(weights)
+
+        async def installing() -> bool:
+            return all([(await fleet.status(e)).word == "installing" for e in ("e0", "e1")])
+
+        await eventually(installing)
+        assert await fleet.applied("e0") is None  # INV-1
+        for stream in streams:
+            stream.cut()
+        state = await fleet.decided(begun.update_id)
+        assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+        assert [await fleet.applied(e) for e in ("e0", "e1")] == [1, 1]
+
+
+async def test_inv6_the_same_update_again_after_its_commit_gets_its_outcome(fleet: LocalFleet) -> None:
+    weights, begun = Weights(), await fleet.begin()
+    streams = [fleet.stream(begun, e) for e in ("e0", "e1")]
+    for stream in streams:
+        await stream.until_ready(weights)
+    await fleet.go(begun.update_id)
+    for stream in streams:
+        await stream.commit(weights)
+    await fleet.decided(begun.update_id)
+    again = fleet.stream(begun, "e0")
+    assert (await again.open()).attached
+    applied = (await again.read()).applied
+    assert (applied.version.number, applied.content_digest) == (1, weights.digest)
+
+
+@pytest.mark.parametrize(
+    ("changed", "reason"),
+    [
+        ({"run_id": "other"}, "WRONG_RUN"),
+        ({"model": "teacher"}, "WRONG_MODEL"),
+        ({"engine": version_pb2.EngineRef(engine_id="e0", incarnation="old")}, "WRONG_INCARNATION"),
+        ({"writer_term": 0}, "INVALID_MESSAGE"),
+        (
+            {"manifest": weight_update_pb2.Manifest(layout_digest=b"x" * 32, tensor_count=2, byte_count=4060)},
+            "LAYOUT_UNKNOWN",
+        ),
+    ],
+)
+async def test_an_open_frame_that_is_wrong_is_refused_before_anything_is_touched(
+    fleet: LocalFleet, changed: dict[str, object], reason: str
+) -> None:
+    await fleet.push(Weights())
+    stream = fleet.stream(await fleet.begin(), "e0", **changed)
+    await stream.send(open=stream._opened)
+    if reason == "LAYOUT_UNKNOWN":
+        await stream.layout()
+    assert await refused(stream) == reason
+    assert await fleet.applied("e0") == 1
+
+
+async def test_m3_bytes_that_are_not_what_the_sender_said_are_refused(fleet: LocalFleet) -> None:
+    await fleet.push(Weights())
+    stream = fleet.stream(await fleet.begin(), "e0")
+    await stream.open()
+    wrong = Weights()
+    honest = wrong.checksums
+    wrong.parts[0] = bytes(len(wrong.parts[0]))
+    records = [
+        weight_update_pb2.TensorRecord(
+            tensor=0, tensor_offset=0, buffer_offset=0, byte_count=len(wrong.parts[0]), checksum=honest[0]
+        )
+    ]
+    await stream.send(
+        chunk=weight_update_pb2.Chunk(
+            version=stream.version,
+            index=0,
+            records=records,
+            buffers=[{"inline": wrong.parts[0]}],  # type: ignore[list-item]
+        )
+    )
+    assert await refused(stream) == "CHECKSUM_MISMATCH"
+    assert await fleet.applied("e0") == 1
+
+
+async def test_v5_a_commit_that_states_other_counts_is_refused(fleet: LocalFleet) -> None:
+    weights = Weights()
+    stream = fleet.stream(await fleet.begin(), "e0")
+    await stream.until_ready(weights)
+    await stream.commit(weights, chunk_count=3)
+    assert await refused(stream) == "BYTE_COUNT_MISMATCH"
+
+
+async def test_inv7_a_zombie_is_refused_by_coordinator_and_agent(fleet: LocalFleet) -> None:
+    weights, begun = Weights(), await fleet.begin()
+    old_term, stream = fleet.term, fleet.stream(begun, "e0")
+    await stream.until_ready(weights)
+    await fleet.take_lease(takeover=True, trainer_id="successor")
+    assert await refused(stream) == "STALE_TERM"
+    assert (await fleet.decided(begun.update_id)).phase == fleet_pb2.UPDATE_PHASE_FAILED
+    direct = fleet.stream(begun, "e0", writer_term=old_term)
+    await direct.send(open=direct._opened)
+    assert await refused(direct) == "STALE_TERM"
+    assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+
+
+async def test_p1_a_failure_inside_an_install_poisons_that_engine_and_the_next_push_heals_it(
+    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.push(Weights())
+    monkeypatch.setenv(failpoints.DIRECTORY_VARIABLE, str(tmp_path))
+    (tmp_path / "worker.install").write_text("raise after=1")
+    state = await fleet.push(Weights())
+    assert state.phase == fleet_pb2.UPDATE_PHASE_DEGRADED
+    failed = [o.engine.engine_id for o in state.engines if o.stage == engine_pb2.UPDATE_STAGE_FAILED]
+    assert len(failed) == 1
+    status = await fleet.status(failed[0])
+    assert (status.word, status.gate_open, status.HasField("applied")) == ("poisoned", False, False)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await fleet.generate(failed[0], 3)
+    assert from_rpc_error(error.value).reason == "ENGINE_POISONED"
+    (other,) = {"e0", "e1"} - set(failed)
+    assert (await fleet.generate(other, 3))[1] == [(2, 0, 3)]
+    assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+    assert (await fleet.generate(failed[0], 3))[1] == [(3, 0, 3)]
+
+
+async def test_r4_samples_cut_by_poison_end_with_the_spans_they_have(
+    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.push(Weights())
+    samples = [asyncio.create_task(fleet.generate(e, 2000)) for e in ("e0", "e1")]
+
+    async def both_run() -> bool:
+        return all([(await fleet.status(e)).live_requests for e in ("e0", "e1")])
+
+    await eventually(both_run)
+    monkeypatch.setenv(failpoints.DIRECTORY_VARIABLE, str(tmp_path))
+    (tmp_path / "worker.install").write_text("raise")
+    state = await fleet.push(Weights())
+    poisoned = next(o.engine.engine_id for o in state.engines if o.stage == engine_pb2.UPDATE_STAGE_FAILED)
+    tokens, spans, reason = await samples[("e0", "e1").index(poisoned)]
+    assert reason == "FINISH_REASON_ABORT"
+    assert spans == [(1, 0, len(tokens))]
+    for sample in samples:
+        sample.cancel()
+
+
+async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(fleet: LocalFleet) -> None:
+    await fleet.push(Weights())
+    samples = [asyncio.create_task(fleet.generate(e, 300)) for e in ("e0", "e1") * 8]
+
+    async def all_run() -> bool:
+        return [(await fleet.status(e)).live_requests for e in ("e0", "e1")] == [8, 8]
+
+    await eventually(all_run)
+    await fleet.push(Weights())
+    for tokens, spans, reason in await asyncio.gather(*samples):
+        assert reason == "FINISH_REASON_LENGTH"
+        assert len(tokens) == 300
+        assert [s[0] for s in spans] == [1, 2]
+        assert spans[0][2] == spans[1][1]
+        assert (spans[0][1], spans[1][2]) == (0, 300)
+
+
+async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet: LocalFleet) -> None:
+    view = await fleet.engine("e0")
+    stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
+    fence = {"run_id": "test-run", "engine": view.status.engine, "owner": "me"}
+    await stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence))  # type: ignore[arg-type, misc]
+    assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+    status = await fleet.status("e0")
+    assert (status.applied.number, status.word, status.gate_open) == (1, "held", False)
+    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=10))
+
+    async def one_waits() -> bool:
+        return (await fleet.status("e0")).live_requests == 0 and not waiting.done()
+
+    await eventually(one_waits)
+    await stub.ResumeGeneration(lifecycle_pb2.ResumeGenerationRequest(**fence))  # type: ignore[arg-type, misc]
+    assert (await waiting)[1] == [(1, 0, 3)]
+
+
+async def test_a_pin_that_is_not_met_is_refused_with_both_versions(fleet: LocalFleet) -> None:
+    await fleet.push(Weights())
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await fleet.generate("e0", 3, min_version=version_pb2.WeightVersion(term=1, number=9), wait=0.1)
+    refusal = from_rpc_error(error.value)
+    assert (refusal.reason, refusal.metadata()) == ("VERSION_UNAVAILABLE", {"wanted": "1.9", "applied": "1.1"})
+
+
+async def test_requests_wait_outside_the_gate_for_the_first_version(fleet: LocalFleet) -> None:
+    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=10))
+    await fleet.push(Weights())
+    assert (await waiting)[1] == [(1, 0, 3)]
+
+
+async def test_l1_l2_a_replacement_is_unset_and_unrouted_until_the_next_push(fleet: LocalFleet) -> None:
+    await fleet.push(Weights())
+    before = await fleet.engine("e0")
+    await fleet.stop("e0")
+    fleet.start_engine("e0")
+
+    async def is_back() -> bool:
+        found = [e for e in (await fleet.view()).engines if e.status.engine.engine_id == "e0"]
+        return bool(found) and found[0].known
+
+    await eventually(is_back)
+    after = await fleet.engine("e0")
+    assert after.status.engine.incarnation != before.status.engine.incarnation
+    assert (after.status.word, after.routable) == ("empty", False)
+    await fleet.push(Weights())
+    assert await fleet.applied("e0") == 2
+
+
+async def test_a_lost_coordinator_shuts_no_gate_and_a_new_one_goes_on(fleet: LocalFleet) -> None:
+    await fleet.push(Weights())
+    endpoint_before = (await fleet.engine("e0")).endpoint
+    sample = asyncio.create_task(fleet.generate("e0", 800))
+    await asyncio.wait_for(fleet.stop("coordinator"), 20)
+    await fleet.start_coordinator()
+    assert (await sample)[1] == [(1, 0, 800)]
+    await fleet.wait_for_engines(2)
+    view = await fleet.view()
+    assert (view.coordinator_term, [v.number for v in view.state.models[0].served]) == (2, [1])
+    assert (await fleet.engine("e0")).endpoint == endpoint_before
+    await fleet.take_lease(takeover=True)
+    state = await fleet.push(Weights())
+    assert (state.phase, state.version.number) == (fleet_pb2.UPDATE_PHASE_COMMITTED, 2)
+
+
+async def test_inv12_inline_chunks_are_released_as_they_are_copied(fleet: LocalFleet) -> None:
+    weights = Weights()
+    stream = fleet.stream(await fleet.begin(), "e0")
+    await stream.open()
+    await stream.layout()
+    for index in (0, 1):
+        await stream.chunk(weights, index, [index])
+        assert (await stream.read()).chunk_released.index == index
+    assert (await stream.read()).WhichOneof("frame") == "ready"

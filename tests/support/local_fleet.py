@@ -1,0 +1,350 @@
+"""A coordinator and engine agents with in-memory engines, in this process, over real gRPC; and a writer by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import xxhash
+
+from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
+from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
+from controlplane.rpc.channels import open_channel
+from controlplane.rpc.codec import layout_to_parts
+from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.memory_engine import MemorySettings
+from tests.support.eventually import eventually
+from weightplane.v1 import (
+    engine_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    layout_pb2,
+    lifecycle_pb2,
+    lifecycle_pb2_grpc,
+    operator_pb2,
+    operator_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    version_pb2,
+    weight_update_pb2,
+    weight_update_pb2_grpc,
+)
+
+RUN = "test-run"
+SHAPES = {"a": (1000,), "b": (3, 5)}
+LAYOUT = Layout(tuple(TensorSpec(name, DType.F32, shape) for name, shape in SHAPES.items()))
+Request = weight_update_pb2.UpdateWeightsRequest
+
+
+@dataclass
+class Weights:
+    """One version's bytes."""
+
+    parts: list[bytes] = field(default_factory=lambda: [os.urandom(t.byte_count) for t in LAYOUT.tensors])
+
+    @property
+    def checksums(self) -> list[bytes]:
+        return [xxhash.xxh3_64_digest(p) for p in self.parts]
+
+    @property
+    def digest(self) -> bytes:
+        return content_digest(self.checksums)
+
+
+class Stream:
+    """One UpdateWeights stream, frame by frame."""
+
+    def __init__(self, channel: grpc.aio.Channel, opened: weight_update_pb2.UpdateOpen) -> None:
+        self.version = opened.version
+        self._call: Any = weight_update_pb2_grpc.WeightUpdateStub(channel).UpdateWeights()
+        self._opened = opened
+
+    async def open(self) -> weight_update_pb2.UpdateAccepted:
+        await self.send(open=self._opened)
+        response = await self.read()
+        return response.accepted
+
+    async def send(self, **frame: Any) -> None:
+        await self._call.write(Request(**frame))
+
+    async def read(self) -> weight_update_pb2.UpdateWeightsResponse:
+        """The next answer. Raises AioRpcError when the stream was ended with an error."""
+        response = await asyncio.wait_for(self._call.read(), 10)
+        if response is grpc.aio.EOF:
+            code = await self._call.code()
+            raise grpc.aio.AioRpcError(
+                code,
+                await self._call.initial_metadata(),
+                await self._call.trailing_metadata(),
+                await self._call.details(),
+            )
+        assert isinstance(response, weight_update_pb2.UpdateWeightsResponse)
+        return response
+
+    async def layout(self) -> None:
+        for part in layout_to_parts(LAYOUT):
+            part.version.CopyFrom(self.version)
+            await self.send(layout_part=part)
+
+    async def chunk(self, weights: Weights, index: int, tensors: Sequence[int]) -> None:
+        """A chunk of whole tensors, inline."""
+        records, data = [], b""
+        for t in tensors:
+            records.append(
+                weight_update_pb2.TensorRecord(
+                    tensor=t,
+                    tensor_offset=0,
+                    buffer_offset=len(data),
+                    byte_count=len(weights.parts[t]),
+                    checksum=weights.checksums[t],
+                )
+            )
+            data += weights.parts[t]
+        buffers = [layout_pb2.BufferHandle(inline=data)]
+        await self.send(
+            chunk=weight_update_pb2.Chunk(version=self.version, index=index, records=records, buffers=buffers)
+        )
+
+    async def commit(self, weights: Weights, **changed: Any) -> None:
+        values = {"chunk_count": 2, "byte_count": LAYOUT.byte_count, "content_digest": weights.digest} | changed
+        await self.send(commit=weight_update_pb2.Commit(version=self.version, **values))
+
+    async def until_ready(self, weights: Weights) -> None:
+        """Everything up to `ready`."""
+        if (await self.open()).layout_needed:
+            await self.layout()
+        await self.chunk(weights, 0, [0])
+        await self.chunk(weights, 1, [1])
+        while (await self.read()).WhichOneof("frame") != "ready":
+            pass
+
+    async def end(self) -> None:
+        """No more frames: an end without a word."""
+        await self._call.done_writing()
+
+    def cut(self) -> None:
+        """The writer dies."""
+        self._call.cancel()
+
+
+class LocalFleet:
+    """The running parts, and a trainer's lease held by this test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.address = ""
+        self.term = 0
+        self.stops: dict[str, asyncio.Event] = {}
+        self.tasks: dict[str, asyncio.Task[int]] = {}
+        self.channels: dict[str, grpc.aio.Channel] = {}
+        self._trainer: Any = None
+
+    # ---- processes ----
+
+    async def start_coordinator(self, **settings: Any) -> None:
+        address_file = self.directory / "address"
+        address_file.unlink(missing_ok=True)
+        values: dict[str, Any] = {
+            "listen": self.address or "127.0.0.1:0",
+            "state_dir": self.directory / "coordinator",
+            "run_id": RUN,
+            "heartbeat_seconds": 0.1,
+            "lease_ttl_seconds": 2.0,
+            "address_file": address_file,
+        }
+        self._start("coordinator", run_coordinator, CoordinatorSettings(**values | settings))
+        await eventually(address_file.exists)
+        self.address = address_file.read_text()
+
+    def start_engine(self, engine_id: str, **memory: Any) -> None:
+        settings = EngineSettings(
+            engine_id=engine_id,
+            coordinator=self.address,
+            run_id=RUN,
+            state_dir=self.directory / "engines",
+            backend="memory",
+            memory=MemorySettings(tensors=SHAPES, **memory),
+            stream_idle_seconds=2.0,
+        )
+        self._start(engine_id, run_engine, settings)
+
+    def _start(self, name: str, run: Any, settings: Any) -> None:
+        self.stops[name] = asyncio.Event()
+        self.tasks[name] = asyncio.create_task(run(settings, self.stops[name]))
+
+    async def stop(self, name: str) -> int:
+        """End a part in order. Its exit code."""
+        self.stops[name].set()
+        return await asyncio.wait_for(self.tasks.pop(name), 20)
+
+    async def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.cancel()
+        for name in sorted(self.tasks, key=lambda n: n == "coordinator"):
+            await self.stop(name)
+        for channel in self.channels.values():
+            await channel.close()
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        if address not in self.channels:
+            self.channels[address] = open_channel(address)
+        return self.channels[address]
+
+    @property
+    def fleet(self) -> Any:
+        return fleet_pb2_grpc.FleetStub(self.channel(self.address))
+
+    # ---- looking ----
+
+    async def view(self) -> operator_pb2.FleetView:
+        stub: Any = operator_pb2_grpc.OperatorStub(self.channel(self.address))
+        response = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=5)
+        assert isinstance(response.fleet, operator_pb2.FleetView)
+        return response.fleet
+
+    async def engine(self, engine_id: str) -> operator_pb2.EngineView:
+        return next(e for e in (await self.view()).engines if e.status.engine.engine_id == engine_id)
+
+    async def status(self, engine_id: str) -> engine_pb2.EngineStatus:
+        """Asked of the agent itself."""
+        view = await self.engine(engine_id)
+        stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(view.endpoint))
+        response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=5)
+        assert isinstance(response.status, engine_pb2.EngineStatus)
+        return response.status
+
+    async def applied(self, engine_id: str) -> int | None:
+        status = await self.status(engine_id)
+        return status.applied.number if status.HasField("applied") else None
+
+    async def wait_for_engines(self, count: int) -> None:
+        async def all_known() -> bool:
+            return sum(e.known for e in (await self.view()).engines) == count
+
+        await eventually(all_known)
+
+    # ---- writing ----
+
+    async def take_lease(self, *, takeover: bool = False, trainer_id: str = "trainer") -> int:
+        """Become the trainer. The session stays open."""
+        hello = fleet_pb2.TrainerHello(
+            run_id=RUN,
+            model="policy",
+            trainer_id=trainer_id,
+            incarnation=uuid.uuid4().hex,
+            ranks=[fleet_pb2.TrainerRankInfo(rank=0, host_id="elsewhere", device_uuid="CPU-other")],
+            takeover=takeover,
+        )
+        self._trainer = self.fleet.Session()
+        await self._trainer.write(fleet_pb2.SessionRequest(trainer_hello=hello))
+        welcome = await self._trainer.read()
+        self.term = welcome.welcome.trainer_term
+        return self.term
+
+    async def begin(self, step: int = 0) -> fleet_pb2.BeginUpdateResponse:
+        request = fleet_pb2.BeginUpdateRequest(
+            run_id=RUN,
+            model="policy",
+            term=self.term,
+            request_id=uuid.uuid4().hex,
+            step=step,
+            layout_digest=LAYOUT.digest,
+            byte_count=LAYOUT.byte_count,
+        )
+        response = await self.fleet.BeginUpdate(request, timeout=5)
+        assert isinstance(response, fleet_pb2.BeginUpdateResponse)
+        return response
+
+    def stream(self, begun: fleet_pb2.BeginUpdateResponse, engine_id: str, **changed: Any) -> Stream:
+        """A stream to one engine of the plan; `changed` goes over the open frame's fields."""
+        assignment = next(a for a in begun.plan.assignments if a.engine.engine_id == engine_id)
+        values: dict[str, Any] = {
+            "run_id": RUN,
+            "model": "policy",
+            "engine": assignment.engine,
+            "update_id": begun.update_id,
+            "writer_term": self.term,
+            "version": begun.version,
+            "manifest": weight_update_pb2.Manifest(
+                layout_digest=LAYOUT.digest, tensor_count=len(LAYOUT.tensors), byte_count=LAYOUT.byte_count
+            ),
+            "transport": weight_update_pb2.TRANSPORT_INLINE,
+        }
+        return Stream(self.channel(assignment.endpoint), weight_update_pb2.UpdateOpen(**values | changed))
+
+    async def decided(self, update_id: str) -> fleet_pb2.UpdateState:
+        """Wait for the decision."""
+        state = fleet_pb2.UpdateState()
+        request = fleet_pb2.WatchUpdateRequest(run_id=RUN, update_id=update_id)
+        async for response in self.fleet.WatchUpdate(request, timeout=20):
+            state = response.state
+        return state
+
+    async def push(self, weights: Weights, *, step: int = 0) -> fleet_pb2.UpdateState:
+        """A whole update to every engine of the plan."""
+        begun = await self.begin(step)
+        streams = [self.stream(begun, a.engine.engine_id) for a in begun.plan.assignments]
+        await asyncio.gather(*(s.until_ready(weights) for s in streams))
+        await self.go(begun.update_id)
+        await asyncio.gather(*(s.commit(weights) for s in streams))
+        return await self.decided(begun.update_id)
+
+    async def go(self, update_id: str) -> None:
+        """Wait until commit frames may go."""
+        request = fleet_pb2.WatchUpdateRequest(run_id=RUN, update_id=update_id)
+        call = self.fleet.WatchUpdate(request, timeout=10)
+        async for response in call:
+            if response.state.phase >= fleet_pb2.UPDATE_PHASE_GO:
+                call.cancel()
+                return
+
+    # ---- tokens ----
+
+    async def generate(
+        self,
+        engine_id: str,
+        max_tokens: int,
+        *,
+        min_version: version_pb2.WeightVersion | None = None,
+        wait: float = 5.0,
+    ) -> tuple[list[int], list[tuple[int, int, int]], str]:
+        """Tokens, spans as (number, start, end), and the finish reason."""
+        view = await self.engine(engine_id)
+        stub: Any = rollout_pb2_grpc.RolloutStub(self.channel(view.endpoint))
+        request = rollout_pb2.GenerateRequest(
+            run_id=RUN,
+            model="policy",
+            prompt_token_ids=[1, 2, 3],
+            sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
+            min_version=min_version,
+        )
+        request.wait.FromMilliseconds(int(wait * 1000))
+        tokens: list[int] = []
+        finish = rollout_pb2.Finish()
+        async for response in stub.Generate(request, timeout=30):
+            tokens += response.token_ids
+            finish = response.finish
+        spans = [(s.version.number, s.start, s.end) for s in finish.spans]
+        return tokens, spans, rollout_pb2.FinishReason.Name(finish.reason)
+
+
+@asynccontextmanager
+async def local_fleet(directory: Path, engines: int = 2, **memory: Any) -> AsyncIterator[LocalFleet]:
+    """Coordinator, engines and the trainer's lease."""
+    fleet = LocalFleet(directory)
+    try:
+        await fleet.start_coordinator()
+        for i in range(engines):
+            fleet.start_engine(f"e{i}", **memory)
+        await fleet.wait_for_engines(engines)
+        await fleet.take_lease()
+        yield fleet
+    finally:
+        await fleet.close()

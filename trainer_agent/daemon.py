@@ -1,0 +1,252 @@
+"""The trainer agent: the one process of a trainer's node that speaks gRPC, between its ranks and the fleet.
+
+Promises: it holds the lease for as long as its set of ranks lives, by heartbeats from its own loop; a rank that
+dies in mid-push ends that push for all at once, and nothing of it is committed; when the coordinator says that a
+later term was given, every rank hears `fenced` (INV-7). Segments of dead ranks are swept.
+
+Refuses ranks of several lives at once: a set that lost a rank is over, and the next one has an incarnation of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from controlplane.core.errors import (
+    DeadlineExceeded,
+    FrameInvalid,
+    LeaseHeld,
+    PeerLost,
+    StaleTerm,
+    WeightplaneError,
+)
+from controlplane.rpc.channels import open_channel
+from trainer_agent import segments
+from trainer_agent.lastlife import LastLife
+from trainer_agent.push import PushContext
+from trainer_agent.pusher import Pusher
+from trainer_agent.ranks import RankConnection, RankServer
+from trainer_agent.rankset import RankSet
+from trainer_agent.session import FleetSession, discover_run
+from trainer_agent.settings import TrainerSettings
+from trainer_agent.stubs import Stubs
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2
+
+log = structlog.get_logger(__name__)
+
+
+class TrainerAgent:
+    """Owns one trainer's ranks on this node, its lease, and its pushes."""
+
+    def __init__(self, settings: TrainerSettings, socket_path: Path) -> None:
+        self._settings = settings
+        self._server = RankServer(socket_path, self)
+        self._stubs = Stubs(settings.coordinator, open_channel)
+        self._life = LastLife(settings.state_dir)
+        self._set: RankSet | None = None
+        self._pusher: Pusher | None = None
+        self._session: FleetSession | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._waits_for: WeightplaneError | None = None
+        """Why the lease is not held yet."""
+        self._run_id = settings.run_id
+        self._term = 0
+        """Of the present set of ranks; 0 until it is welcomed."""
+        self.refusal: WeightplaneError | None = None
+        """Why the coordinator wants no more of this trainer. StaleTerm: fenced, nothing is started again."""
+        self.refused_event = asyncio.Event()
+        """Set with `refusal`."""
+        self.ended = asyncio.Event()
+        """Every rank that was there is gone."""
+
+    async def start(self) -> None:
+        """Sweep what dead ranks left, and listen."""
+        segments.sweep()
+        await self._server.start()
+
+    async def close(self, goodbye: str = "the trainer ends") -> None:
+        """Say goodbye, drop the ranks, sweep. The lease is given back."""
+        if self._pusher is not None:
+            await self._pusher.close()
+        if self._session is not None:
+            await self._session.close(goodbye)
+        await self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._stubs.close()
+        segments.sweep()
+
+    @property
+    def lease_held_by_another(self) -> bool:
+        """The last word on the lease was that somebody else holds it."""
+        return isinstance(self._waits_for, LeaseHeld)
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the connected ranks."""
+        return [c.pid for c in self._set.members.values()] if self._set else []
+
+    # ---- what ranks say (RankEvents) ----
+
+    def rank_said(self, rank: RankConnection, request: rank_pb2.RankRequest) -> None:
+        try:
+            if request.HasField("join"):
+                self._join(rank)
+            elif self._set is not None and self._set.members.get(rank.rank) is rank:
+                self._take(self._set, rank, request)
+        except WeightplaneError as error:
+            rank.refuse(error)
+            if self._set is not None and self._pusher is None:
+                # No set can come of it: the ranks that wait for this one need not wait.
+                self._set.refuse(error)
+
+    def rank_gone(self, rank: RankConnection, cause: str) -> None:
+        ranks = self._set
+        if ranks is None or not ranks.remove(rank, cause):
+            return
+        assert ranks.lost is not None, "the set just lost a rank"
+        log.info("rank_gone", rank=rank.rank, cause=cause, left=len(ranks.members))
+        if self._pusher is not None:
+            self._pusher.fail(ranks.lost)
+        elif not rank.left:
+            ranks.refuse(ranks.lost)
+        if ranks.ended:
+            self._spawn(self._set_ended(ranks, on_purpose=rank.left))
+
+    def _take(self, ranks: RankSet, rank: RankConnection, request: rank_pb2.RankRequest) -> None:
+        if request.HasField("layout_part"):
+            ranks.add_part(request.layout_part)
+            self._when_complete(ranks)
+        elif request.HasField("progress"):
+            self._moved(ranks, rank, request.progress.step, request.progress.phase)
+        elif self._pusher is not None and request.HasField("push_begin"):
+            self._moved(ranks, rank, request.push_begin.step, "push")
+            self._pusher.begin(rank, request.push_begin)
+        elif self._pusher is not None:
+            self._pusher.said(rank, request)
+
+    def _moved(self, ranks: RankSet, rank: RankConnection, step: int, phase: str) -> None:
+        ranks.moved(rank.rank, step, phase)
+        if self._session is not None:
+            self._session.changed()
+
+    # ---- joining ----
+
+    def _join(self, rank: RankConnection) -> None:
+        if self.refusal is not None:
+            rank.refuse(self.refusal, fenced=isinstance(self.refusal, StaleTerm))
+            return
+        join = rank.join
+        if self._set is None or self._set.ended or join.restart_count > self._set.restart_count:
+            self._new_set(join)
+        assert self._set is not None, "just made"
+        if join.restart_count < self._set.restart_count:
+            raise FrameInvalid(message="Join", field="restart_count", problem=f"{join.restart_count} is over")
+        self._set.add(rank)
+        self._when_complete(self._set)
+
+    def _new_set(self, join: rank_pb2.Join) -> None:
+        """A new life. What is left of the last one is told so."""
+        over = PeerLost(peer="this life of the trainer", cause=f"restart {join.restart_count} began")
+        if self._pusher is not None:
+            self._pusher.fail(over)
+        if self._set is not None:
+            self._set.refuse(over)
+        self._set, self._pusher, self._term = RankSet(join, self._settings.model), None, 0
+        self.ended.clear()
+        self._spawn(self._join_limit(self._set, join.timeout_seconds))
+
+    def _when_complete(self, ranks: RankSet) -> None:
+        if not ranks.complete or ranks.opened:
+            return
+        error = ranks.disagreement()
+        if error is not None:
+            ranks.refuse(error)
+            return
+        ranks.opened = True
+        self._spawn(self._open_session(ranks))
+
+    async def _open_session(self, ranks: RankSet) -> None:
+        if self._session is not None:
+            await self._session.close(None)
+        try:
+            self._run_id = self._run_id or await discover_run(self._stubs.fleet, ranks.model)
+        except WeightplaneError as error:
+            self.refused(error)
+            return
+        hello = ranks.hello(self._run_id, self._settings.trainer_id)
+        hello.ended_incarnation = self._life.ended_incarnation()
+        hello.takeover = self._settings.takeover
+        self._session = FleetSession(self._stubs.fleet, hello, lambda: ranks.status(self._term), self)
+        self._session.start()
+
+    async def _join_limit(self, ranks: RankSet, seconds: float) -> None:
+        """Ranks that wait in vain are told for what."""
+        await asyncio.sleep(seconds)
+        if self._set is not ranks or ranks.ended or self._term:
+            return
+        absent = f"ranks {ranks.missing}" if ranks.missing else f"the lease ({self._waits_for or 'no answer yet'})"
+        late = DeadlineExceeded(phase="join", waited_for=absent, waited_seconds=seconds)
+        ranks.refuse(self._waits_for if isinstance(self._waits_for, LeaseHeld) else late)
+
+    async def _set_ended(self, ranks: RankSet, *, on_purpose: bool) -> None:
+        """Nobody is left: end the push, then sweep; engines may have read dead ranks' segments until now."""
+        if self._pusher is not None:
+            await self._pusher.idle()
+        segments.sweep()
+        if self._set is not ranks:
+            return
+        if on_purpose and self._session is not None:
+            await self._session.close("the ranks left")
+        self.ended.set()
+
+    # ---- what the coordinator says (SessionEvents) ----
+
+    def welcomed(self, welcome: fleet_pb2.Welcome) -> None:
+        ranks, first = self._set, self._term == 0
+        if ranks is None or self._session is None or self._session.incarnation != ranks.incarnation:
+            return
+        if welcome.trainer_term != self._term and not first:
+            log.warning("term_changed", before=self._term, now=welcome.trainer_term)
+        self._term, self._waits_for = welcome.trainer_term, None
+        log.info("lease_held", model=ranks.model, term=self._term, coordinator_term=welcome.coordinator_term)
+        if first:
+            self._life.begin(ranks.incarnation, self.pids)
+            self._pusher = Pusher(ranks, self._context(ranks), lambda: self._term, self.refused)
+            ranks.send(rank_pb2.RankResponse(joined=rank_pb2.Joined(term=self._term, run_id=self._run_id)))
+
+    def waiting(self, error: WeightplaneError) -> None:
+        self._waits_for = error
+
+    def refused(self, error: WeightplaneError) -> None:
+        """Fenced, or not wanted. Every rank hears it, now or at its next word."""
+        log.error("trainer_refused", reason=error.reason, cause=str(error))
+        self.refusal = error
+        self.refused_event.set()
+        if self._pusher is not None:
+            self._pusher.fail(error)
+        if self._set is not None:
+            self._set.refuse(error, fenced=isinstance(error, StaleTerm))
+
+    def _context(self, ranks: RankSet) -> PushContext:
+        assert ranks.layout is not None, "a complete set has one"
+        return PushContext(
+            stubs=self._stubs,
+            run_id=self._run_id,
+            model=ranks.model,
+            layout=ranks.layout,
+            parts=tuple(ranks.parts),
+            chunk_bytes=self._settings.chunk_bytes,
+            world_size=ranks.world_size,
+        )
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

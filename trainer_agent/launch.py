@@ -1,0 +1,91 @@
+"""Starts the ranks of this node through torch's elastic launcher, and ends them all, whatever happens to anyone.
+
+The agent spawns `python -m trainer_agent.launch <torchrun arguments> train.py …`: a shim that dies with the
+agent, runs torch.distributed.run without restarts of its own, and tells a fenced rank's end by its exit code.
+Restarts are the agent's: it knows whether the trainer was fenced, and proves the last ranks dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import structlog
+
+from controlplane.exit_codes import ExitCode
+from trainer_agent import lifeline
+
+log = structlog.get_logger(__name__)
+
+KILL_SECONDS = 5.0
+"""How long killed processes may take to be gone."""
+
+
+class Launcher:
+    """One run of the shim, with all the processes below it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, nproc_per_node: int, command: Sequence[str], environment: Mapping[str, str]) -> Launcher:
+        """Start ranks that run `command` (a Python script and its arguments)."""
+        arguments = ["--standalone", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0", *command]
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "trainer_agent.launch",
+            *arguments,
+            env={**os.environ, **environment},
+            stdin=asyncio.subprocess.DEVNULL,
+            # Ctrl-C is for the agent, which then ends the ranks in order.
+            start_new_session=True,
+        )
+        return cls(process)
+
+    async def wait(self) -> int:
+        """The shim's exit code: 0, FENCED, or another one."""
+        return await self._process.wait()
+
+    async def stop(self, seconds: float) -> None:
+        """SIGTERM, which the shim hands to the ranks; what is left after `seconds` is killed. Idempotent."""
+        if self._process.returncode is not None:
+            return
+        below = lifeline.descendants(self._process.pid)
+        self._process.send_signal(signal.SIGTERM)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._process.wait(), seconds)
+        survivors = {*below, *lifeline.descendants(self._process.pid)}
+        if self._process.returncode is None:
+            log.warning("ranks_killed", after_seconds=seconds)
+            self._process.kill()
+            await asyncio.wait_for(self._process.wait(), KILL_SECONDS)
+        for pid in survivors:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def main() -> int:
+    """The shim."""
+    lifeline.die_with_parent(signal.SIGTERM)
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main as torchrun
+
+    try:
+        torchrun(sys.argv[1:])
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)
+        codes = {f.exitcode for f in error.failures.values()}
+        return ExitCode.FENCED if ExitCode.FENCED in codes else ExitCode.RANKS_FAILED
+    except SignalException:
+        return ExitCode.INTERRUPTED
+    return ExitCode.OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,74 @@
+"""The trainer agent as a process that local rank 0 spawned: `python -m trainer_agent.sidecar`. Not for people.
+
+It ends when its ranks have gone, also when they were killed: it watches its parent by process id, and then still
+tells the other ranks, aborts, says goodbye and sweeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+from controlplane.core.errors import StaleTerm
+from controlplane.exit_codes import ExitCode
+from controlplane.rpc.logs import configure_logging
+from trainer_agent import lifeline
+from trainer_agent.daemon import TrainerAgent
+from trainer_agent.settings import TrainerSettings
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="trainer_agent.sidecar")
+    parser.add_argument("--coordinator", required=True)
+    parser.add_argument("--socket", required=True, type=Path)
+    parser.add_argument("--parent", required=True, type=int)
+    parser.add_argument("--run-id", default="")
+    given = parser.parse_args(arguments)
+    configure_logging("trainer")
+    settings = TrainerSettings(coordinator=given.coordinator, run_id=given.run_id, model="")
+    return asyncio.run(_serve(settings, given.socket, given.parent))
+
+
+async def _serve(settings: TrainerSettings, socket_path: Path, parent: int) -> int:
+    agent = TrainerAgent(settings, socket_path)
+    try:
+        await agent.start()
+        await _until_over(agent, parent)
+    finally:
+        await agent.close()
+        shutil.rmtree(socket_path.parent, ignore_errors=True)
+    return ExitCode.FENCED if isinstance(agent.refusal, StaleTerm) else ExitCode.OK
+
+
+async def _until_over(agent: TrainerAgent, parent: int) -> None:
+    """Its ranks came and went; or its parent died and no rank is there; or it was told to stop."""
+    loop = asyncio.get_running_loop()
+    stop, orphaned = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    death = lifeline.watch_process(parent)
+    if death is None:
+        return
+    loop.add_reader(death, orphaned.set)
+    await _any_of(stop, agent.ended, orphaned)
+    loop.remove_reader(death)
+    os.close(death)
+    if orphaned.is_set() and agent.pids:
+        # The other ranks are told, and leave.
+        await _any_of(stop, agent.ended)
+
+
+async def _any_of(*events: asyncio.Event) -> None:
+    waits = [asyncio.create_task(e.wait()) for e in events]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
