@@ -15,6 +15,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar
@@ -85,18 +86,21 @@ async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
     """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then."""
     if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
         raise EngineDied(engine_id, "the weightplane package is not installed: vLLM would not find its plugin")
-    before = _descendants()
-    attempt = asyncio.ensure_future(in_thread(lambda: _construct(settings, log), name="weightplane-vllm-start"))
+    before, given_up = _descendants(), threading.Event()
+    construct = partial(_construct, settings, log, given_up)
+    attempt = asyncio.ensure_future(in_thread(construct, name="weightplane-vllm-start"))
     try:
         done, _ = await asyncio.wait({attempt}, timeout=settings.start_timeout_seconds)
         if done:
             return attempt.result()
         cause = f"no engine core within {settings.start_timeout_seconds} s"
     except asyncio.CancelledError:
+        given_up.set()
         await _abandon(attempt, before)
         raise
     except Exception as e:  # vLLM raises whatever its configuration raised
         cause = f"{type(e).__name__}: {e}"
+    given_up.set()
     await _abandon(attempt, before)
     raise EngineDied(engine_id, with_log(cause, log))
 
@@ -119,7 +123,7 @@ def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
 
 async def end(llm: Any, limit_seconds: float) -> None:
     """vLLM's own way out: SIGTERM to the core, SIGKILL when the limit passes."""
-    ending = asyncio.ensure_future(in_thread(lambda: llm.shutdown(timeout=limit_seconds), name="weightplane-vllm-end"))
+    ending = asyncio.ensure_future(in_thread(partial(llm.shutdown, timeout=limit_seconds), name="weightplane-vllm-end"))
     while not ending.done():
         # A signal that comes just before the core's main thread blocks is seen only when something wakes it.
         wake = asyncio.ensure_future(llm.is_paused())
@@ -167,21 +171,26 @@ async def in_thread(work: Callable[[], T], *, name: str) -> T:
     return await future
 
 
-def _construct(settings: VllmSettings, log: EngineLog) -> Any:
+def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event) -> Any:
     gpu = environment.gpu_present()
     environment.apply(environment.engine_environment(settings, gpu=gpu, log_config=log.config, base=os.environ))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if given_up.is_set():  # the imports alone took too long
+        raise TimeoutError("the start was given up")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu)))
 
 
 async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) -> None:
     """End a start that failed or came too late; a constructor that waits for a killed core then returns."""
-    started = [p for p in _descendants() - before if not _is_resource_tracker(p)]
-    await in_thread(lambda: kill(started), name="weightplane-vllm-kill")
-    if not attempt.done():
-        await asyncio.wait({attempt}, timeout=KILL_WAIT_SECONDS)
+    deadline = asyncio.get_running_loop().time() + KILL_WAIT_SECONDS
+    while True:
+        started = [p for p in _descendants() - before if not _is_resource_tracker(p)]
+        await in_thread(partial(kill, started), name="weightplane-vllm-kill")
+        if attempt.done() or asyncio.get_running_loop().time() > deadline:
+            break
+        await asyncio.wait({attempt}, timeout=WAKE_SECONDS)
     if attempt.done() and not attempt.cancelled() and attempt.exception() is None:
         await end(attempt.result(), KILL_WAIT_SECONDS)
 

@@ -23,7 +23,7 @@ from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import EngineFacts, StagedWeights
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from tests.support import vllm_agent_process
-from tests.support.eventually import eventually, eventually_blocking
+from tests.support.eventually import eventually_blocking
 from tests.support.staging import stage
 from tests.support.tiny_model import make_tiny_model
 

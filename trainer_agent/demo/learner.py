@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trainer_agent.demo.objective import Batch, behaviour_gap, clipped_loss
 from trainer_agent.megatron.build import build_from_hf
+from trainer_agent.megatron.parameters import unwrap
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,13 @@ class Learner:
     def sharded_state(self, *, loading: bool) -> dict[str, Any]:
         """Model and optimizer for Megatron's `dist_checkpointing`."""
         group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-        state: dict[str, Any] = {"model": self.model.sharded_state_dict(metadata={"dp_cp_group": group})}
+        state: dict[str, Any] = {"model": unwrap(self.model).sharded_state_dict(metadata={"dp_cp_group": group})}
         state["optimizer"] = self.optimizer.sharded_state_dict(state["model"], is_loading=loading)
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Take what `dist_checkpointing.load` made of `sharded_state(loading=True)`."""
-        self.model.load_state_dict(state["model"])
+        unwrap(self.model).load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
     def _my_rows(self, batch: Batch) -> Batch:

@@ -28,7 +28,11 @@ class Outcome:
 
     @property
     def verified(self) -> bool | None:
-        return None if self.comparisons is None else all(c.verified for c in self.comparisons.values())
+        """Every engine was compared, and equals the fresh one. None: it was not asked for."""
+        if self.comparisons is None:
+            return None
+        everyone = self.comparisons.keys() == self.versions.keys()
+        return everyone and all(c.verified for c in self.comparisons.values())
 
     @property
     def versions_agree(self) -> bool:

@@ -1,0 +1,135 @@
+"""A trainer under test: real rank processes, beside a trainer agent in this process, or launched by one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.memory_engine import MemorySettings
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.toy_rank import SHAPES, Script
+from trainer_agent import wire
+from trainer_agent.daemon import TrainerAgent
+from trainer_agent.settings import TrainerSettings
+
+SMALL_CHUNK_BYTES = 64 * 1024
+
+
+class RankProcess:
+    """One rank, and the lines that it says."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, script: Script, environment: Mapping[str, str]) -> RankProcess:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "tests.support.toy_rank",
+            json.dumps(asdict(script)),
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        )
+        return cls(process)
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line["event"] == event]
+
+    async def code(self, within: float = 60.0) -> int:
+        """Its exit code; waits for it."""
+        code = await asyncio.wait_for(self.process.wait(), within)
+        await self._reader
+        return code
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            self.process.kill()
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            with suppress(json.JSONDecodeError):
+                self.lines.append(json.loads(line))
+
+
+class ToyTrainer:
+    """A trainer agent in this process, and its ranks."""
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="weightplane-test-"))
+        self.agent = TrainerAgent(settings, self.directory / "ranks.sock")
+        self.ranks: list[RankProcess] = []
+
+    async def start_ranks(self, script: Script, world: int = 2, **environment: str) -> list[RankProcess]:
+        """One life of ranks; returns once they were started, not joined."""
+        self.ranks = []
+        for rank in range(world):
+            ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+            socket = {wire.RANK_SOCKET_VARIABLE: str(self.directory / "ranks.sock")}
+            self.ranks.append(await RankProcess.start(script, {**ids, **socket, **environment}))
+        return self.ranks
+
+    async def close(self) -> None:
+        for rank in self.ranks:
+            rank.kill()
+            await rank.process.wait()
+        await self.agent.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+@asynccontextmanager
+async def toy_trainer(coordinator: str, **settings: Any) -> AsyncIterator[ToyTrainer]:
+    """A started trainer agent without ranks yet."""
+    values: dict[str, Any] = {"coordinator": coordinator, "chunk_bytes": SMALL_CHUNK_BYTES, "trainer_id": "toy"}
+    trainer = ToyTrainer(TrainerSettings(**values | settings))
+    await trainer.agent.start()
+    try:
+        yield trainer
+    finally:
+        await trainer.close()
+
+
+@asynccontextmanager
+async def fleet_for_toys(directory: Path, engines: int = 2, **settings: Any) -> AsyncIterator[LocalFleet]:
+    """A coordinator and in-memory engines that expect the toy's tensors; nobody holds the lease."""
+    fleet = LocalFleet(directory)
+    try:
+        await fleet.start_coordinator(**settings)
+        for i in range(engines):
+            start_engine(fleet, f"e{i}")
+        await fleet.wait_for_engines(engines)
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+def start_engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, tuple[int, ...]] = SHAPES, **more: Any) -> None:
+    memory = {k: more.pop(k) for k in ("install_seconds", "device_uuids") if k in more}
+    settings = EngineSettings(
+        engine_id=engine_id,
+        coordinator=fleet.address,
+        run_id=RUN,
+        state_dir=fleet.directory / "engines",
+        backend="memory",
+        memory=MemorySettings(tensors={**tensors, "tied": tensors["embed"]}, **memory),
+        **{"stream_idle_seconds": 5.0, **more},
+    )
+    fleet._start(engine_id, run_engine, settings)
+
+
+def segments() -> list[str]:
+    """Names of rank segments that exist now."""
+    return sorted(p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(f"weightplane-{RUN}-"))
