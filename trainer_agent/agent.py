@@ -54,12 +54,12 @@ async def _lives(
             wire.RUN_ID_VARIABLE: settings.run_id,
             wire.RESTART_COUNT_VARIABLE: str(life),
         }
-        launcher = await Launcher.start(settings.nproc_per_node, command, environment)
+        launcher = await Launcher.start(settings.nproc_per_node, command, environment, settings.stop_seconds)
         log.info("ranks_started", life=life, count=settings.nproc_per_node)
         try:
             code = await _one_life(launcher, agent, stop)
         finally:
-            await launcher.stop(settings.stop_seconds)
+            await launcher.stop()
         log.info("ranks_ended", life=life, code=code.name)
         if code is not ExitCode.RANKS_FAILED:
             return code

@@ -55,8 +55,6 @@ class TrainerAgent:
         self._waits_for: WeightplaneError | None = None
         """Why the lease is not held yet."""
         self._run_id = settings.run_id
-        self._term = 0
-        """Of the present set of ranks; 0 until it is welcomed."""
         self.refusal: WeightplaneError | None = None
         """Why the coordinator wants no more of this trainer. StaleTerm: fenced, nothing is started again."""
         self.refused_event = asyncio.Event()
@@ -158,7 +156,7 @@ class TrainerAgent:
             self._pusher.fail(over)
         if self._set is not None:
             self._set.refuse(over)
-        self._set, self._pusher, self._term = RankSet(join, self._settings.model), None, 0
+        self._set, self._pusher, self._waits_for = RankSet(join, self._settings.model), None, None
         self.ended.clear()
         self._spawn(self._join_limit(self._set, join.timeout_seconds))
 
@@ -175,21 +173,25 @@ class TrainerAgent:
     async def _open_session(self, ranks: RankSet) -> None:
         if self._session is not None:
             await self._session.close(None)
+        life = ranks.incarnation
         try:
-            self._run_id = self._run_id or await discover_run(self._stubs.fleet, ranks.model)
+            run_id = self._run_id or await discover_run(
+                self._stubs.fleet, ranks.model, lambda error: self.waiting(life, error)
+            )
         except WeightplaneError as error:
-            self.refused(error)
+            self.refused(life, error)
             return
-        hello = ranks.hello(self._run_id, self._settings.trainer_id)
+        self._run_id = run_id
+        hello = ranks.hello(run_id, self._settings.trainer_id)
         hello.ended_incarnation = self._life.ended_incarnation()
         hello.takeover = self._settings.takeover
-        self._session = FleetSession(self._stubs.fleet, hello, lambda: ranks.status(self._term), self)
+        self._session = FleetSession(self._stubs.fleet, hello, ranks.status, self)
         self._session.start()
 
     async def _join_limit(self, ranks: RankSet, seconds: float) -> None:
         """Ranks that wait in vain are told for what."""
         await asyncio.sleep(seconds)
-        if self._set is not ranks or ranks.ended or self._term:
+        if self._set is not ranks or ranks.ended or ranks.term:
             return
         absent = f"ranks {ranks.missing}" if ranks.missing else f"the lease ({self._waits_for or 'no answer yet'})"
         late = DeadlineExceeded(phase="join", waited_for=absent, waited_seconds=seconds)
@@ -208,31 +210,32 @@ class TrainerAgent:
 
     # ---- what the coordinator says (SessionEvents) ----
 
-    def welcomed(self, welcome: fleet_pb2.Welcome) -> None:
-        ranks, first = self._set, self._term == 0
-        if ranks is None or self._session is None or self._session.incarnation != ranks.incarnation:
+    def welcomed(self, incarnation: str, welcome: fleet_pb2.Welcome) -> None:
+        ranks = self._set
+        if ranks is None or ranks.incarnation != incarnation:
             return
-        if welcome.trainer_term != self._term and not first:
-            log.warning("term_changed", before=self._term, now=welcome.trainer_term)
-        self._term, self._waits_for = welcome.trainer_term, None
-        log.info("lease_held", model=ranks.model, term=self._term, coordinator_term=welcome.coordinator_term)
+        first, ranks.term, self._waits_for = ranks.term == 0, welcome.trainer_term, None
+        log.info("lease_held", model=ranks.model, term=ranks.term, coordinator_term=welcome.coordinator_term)
         if first:
-            self._life.begin(ranks.incarnation, self.pids)
-            self._pusher = Pusher(ranks, self._context(ranks), lambda: self._term, self.refused)
-            ranks.send(rank_pb2.RankResponse(joined=rank_pb2.Joined(term=self._term, run_id=self._run_id)))
+            self._life.begin(incarnation, self.pids)
+            self._pusher = Pusher(ranks, self._context(ranks), lambda error: self.refused(incarnation, error))
+            ranks.send(rank_pb2.RankResponse(joined=rank_pb2.Joined(term=ranks.term, run_id=self._run_id)))
 
-    def waiting(self, error: WeightplaneError) -> None:
-        self._waits_for = error
+    def waiting(self, incarnation: str, error: WeightplaneError) -> None:
+        if self._set is not None and self._set.incarnation == incarnation:
+            self._waits_for = error
 
-    def refused(self, error: WeightplaneError) -> None:
+    def refused(self, incarnation: str, error: WeightplaneError) -> None:
         """Fenced, or not wanted. Every rank hears it, now or at its next word."""
+        ranks = self._set
+        if ranks is None or ranks.incarnation != incarnation:
+            return
         log.error("trainer_refused", reason=error.reason, cause=str(error))
         self.refusal = error
         self.refused_event.set()
         if self._pusher is not None:
             self._pusher.fail(error)
-        if self._set is not None:
-            self._set.refuse(error, fenced=isinstance(error, StaleTerm))
+        ranks.refuse(error, fenced=isinstance(error, StaleTerm))
 
     def _context(self, ranks: RankSet) -> PushContext:
         assert ranks.layout is not None, "a complete set has one"

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from controlplane.core.errors import DeadlineExceeded, PeerLost, SlotMismatch
 from weightplane.local.v1 import rank_pb2
 
-OPERATION_SECONDS = 60.0
-"""Longest that gloo itself waits for a peer in one operation: it can be neither interrupted nor resumed."""
+OPERATION_SECONDS = 30.0
+"""Longest that gloo itself waits for a peer in one operation: it can be neither interrupted nor resumed. A push that
+fails by it is repeated."""
 JOIN_SECONDS = 60.0
 """Longest wait for the slot's other ranks to come to the rendezvous."""
 POLL_SECONDS = 0.002
@@ -90,7 +91,8 @@ class GatherGroup:
         self._group = self._pending = None
         self._path.unlink(missing_ok=True)
         if waits:
-            threading.Thread(target=held.clear, name="weightplane-gather-end", daemon=True).start()
+            # gloo's destructor waits for the operation. Not a daemon: one that is cut off in it aborts the process.
+            threading.Thread(target=held.clear, name="weightplane-gather-end", daemon=False).start()
 
     def _connect(self, store: dist.Store, rank: int) -> Any:
         options = dist.ProcessGroupGloo._Options()

@@ -21,6 +21,8 @@ from trainer_agent import lifeline
 
 log = structlog.get_logger(__name__)
 
+RANKS_SHARE = 0.7
+"""Of the time to stop that is the ranks'; the rest is the shim's, to kill them and to report."""
 KILL_SECONDS = 5.0
 """How long killed processes may take to be gone."""
 
@@ -28,13 +30,18 @@ KILL_SECONDS = 5.0
 class Launcher:
     """One run of the shim, with all the processes below it."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, stop_seconds: float) -> None:
         self._process = process
+        self._stop_seconds = stop_seconds
 
     @classmethod
-    async def start(cls, nproc_per_node: int, command: Sequence[str], environment: Mapping[str, str]) -> Launcher:
-        """Start ranks that run `command` (a Python script and its arguments)."""
-        arguments = ["--standalone", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0", *command]
+    async def start(
+        cls, nproc_per_node: int, command: Sequence[str], environment: Mapping[str, str], stop_seconds: float
+    ) -> Launcher:
+        """Start ranks that run `command` (a Python script and its arguments); see `stop` for `stop_seconds`."""
+        grace = max(int(stop_seconds * RANKS_SHARE), 1)
+        arguments = ["--standalone", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0"]
+        arguments += [f"--shutdown-timeout={grace}", *command]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
@@ -45,28 +52,35 @@ class Launcher:
             # Ctrl-C is for the agent, which then ends the ranks in order.
             start_new_session=True,
         )
-        return cls(process)
+        return cls(process, stop_seconds)
 
     async def wait(self) -> int:
         """The shim's exit code: 0, FENCED, or another one."""
         return await self._process.wait()
 
-    async def stop(self, seconds: float) -> None:
-        """SIGTERM, which the shim hands to the ranks; what is left after `seconds` is killed. Idempotent."""
+    async def stop(self) -> None:
+        """SIGTERM, which the shim hands to the ranks; what is left after `stop_seconds` is killed. Idempotent."""
         if self._process.returncode is not None:
             return
-        below = lifeline.descendants(self._process.pid)
+        below = lives(self._process.pid)
         self._process.send_signal(signal.SIGTERM)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), seconds)
-        survivors = {*below, *lifeline.descendants(self._process.pid)}
+            await asyncio.wait_for(self._process.wait(), self._stop_seconds)
+        below |= lives(self._process.pid)
         if self._process.returncode is None:
-            log.warning("ranks_killed", after_seconds=seconds)
+            log.warning("ranks_killed", after_seconds=self._stop_seconds)
             self._process.kill()
             await asyncio.wait_for(self._process.wait(), KILL_SECONDS)
-        for pid in survivors:
+        for pid, started in below.items():
             with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+                if lifeline.start_time(pid) == started:
+                    os.kill(pid, signal.SIGKILL)
+
+
+def lives(pid: int) -> dict[int, int]:
+    """Processes below `pid`, each with its start time: a process id alone may be another's by now."""
+    found = {p: lifeline.start_time(p) for p in lifeline.descendants(pid)}
+    return {p: started for p, started in found.items() if started is not None}
 
 
 def main() -> int:

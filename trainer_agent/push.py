@@ -258,9 +258,8 @@ class Push:
         error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
         result = outcome.failed(error, state, released=released)
         reported = {e.error_reason for e in state.engines if e.required}
-        result.retry = outcome.passes(
-            error, reported | {s.error.reason for s in self._streams if s.error and s.required}
-        )
+        told = {s.error.reason for s in self._streams if s.required and s.error is not None}
+        result.retry = not self._final and outcome.passes(error, reported | told)
         return result
 
     def _errors(self) -> dict[str, WeightplaneError]:

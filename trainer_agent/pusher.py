@@ -36,12 +36,10 @@ class Pusher:
         self,
         ranks: RankSet,
         context: PushContext,
-        term: Callable[[], int],
         fenced: Callable[[StaleTerm], None],
     ) -> None:
         self._ranks = ranks
         self._context = context
-        self._term = term
         self._fenced = fenced
         self._begun: dict[int, rank_pb2.PushBegin] = {}
         self._push: Push | None = None
@@ -116,7 +114,7 @@ class Pusher:
         steps = {r: b.step for r, b in sorted(self._begun.items())}
         push = Push(
             self._context,
-            term=self._term(),
+            term=self._ranks.term,
             step=steps[0],
             limit_seconds=limit,
             first=self._failures == 0,

@@ -24,7 +24,7 @@ from types import TracebackType
 
 import structlog
 
-from controlplane.core.errors import PeerLost, StaleTerm, WeightplaneError
+from controlplane.core.errors import PeerLost, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
 from controlplane.core.versions import WeightVersion
 from controlplane.devices import host_id
@@ -114,6 +114,7 @@ class TrainerRank:
         """
         patience = Patience(join_timeout + ANSWER_GRACE_SECONDS)
         place = RankPlace.detect()
+        run_id = run_id or os.environ.get(wire.RUN_ID_VARIABLE)
         layout = layout_of(source)
         if wire.RANK_SOCKET_VARIABLE in os.environ:
             lifeline.die_with_parent(signal.SIGKILL)
@@ -123,7 +124,7 @@ class TrainerRank:
         rank._sidecar, rank._push_seconds = sidecar, push_timeout
         atexit.register(rank.close)
         try:
-            rank._join(model, join_timeout, patience)
+            rank._join(model, run_id, join_timeout, patience)
         except BaseException:
             rank.close()
             raise
@@ -181,7 +182,7 @@ class TrainerRank:
         if self._sidecar is not None:
             self._sidecar.stop()
 
-    def _join(self, model: str, timeout: float, patience: Patience) -> None:
+    def _join(self, model: str, run_id: str | None, timeout: float, patience: Patience) -> None:
         join = rank_pb2.Join(
             rank=self._place.rank,
             world_size=self._place.world_size,
@@ -199,6 +200,8 @@ class TrainerRank:
                 self._link.send(rank_pb2.RankRequest(layout_part=_local_part(part)), patience)
         message = self._link.receive(patience, "join", "all ranks and the lease")
         self.term, self.run_id = message.joined.term, message.joined.run_id
+        if run_id and run_id != self.run_id:
+            raise WrongRun(expected=self.run_id, got=run_id)
         log.info("rank_joined", rank=self._place.rank, term=self.term, run=self.run_id)
 
     def _attempt(self, step: int, patience: Patience) -> rank_pb2.PushResult:

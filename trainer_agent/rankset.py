@@ -27,6 +27,8 @@ class RankSet:
         self.members: dict[int, RankConnection] = {}
         self.lost: PeerLost | None = None
         """Why the set is broken."""
+        self.term = 0
+        """Of the lease; 0 until the coordinator gave it."""
         self.opened = False
         """A session was opened for it."""
         self.layout: Layout | None = None
@@ -97,10 +99,10 @@ class RankSet:
             self._progress[rank] = (step, phase)
             self.progress += 1
 
-    def status(self, term: int) -> fleet_pb2.TrainerStatus:
+    def status(self) -> fleet_pb2.TrainerStatus:
         """What the coordinator is told: the slowest rank's step and phase."""
         step, phase = min(self._progress.values(), default=(0, ""))
-        return fleet_pb2.TrainerStatus(term=term, step=step, phase=phase[:64], progress=self.progress)
+        return fleet_pb2.TrainerStatus(term=self.term, step=step, phase=phase[:64], progress=self.progress)
 
     def hello(self, run_id: str, trainer_id: str) -> fleet_pb2.TrainerHello:
         """Who this trainer is."""

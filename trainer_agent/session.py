@@ -40,17 +40,17 @@ Call = grpc.aio.StreamStreamCall[fleet_pb2.SessionRequest, fleet_pb2.SessionResp
 
 
 class SessionEvents(Protocol):
-    """What the agent is told."""
+    """What the agent is told, and by which life's session: that of a life that is over may still have a word."""
 
-    def welcomed(self, welcome: fleet_pb2.Welcome) -> None:
+    def welcomed(self, incarnation: str, welcome: fleet_pb2.Welcome) -> None:
         """The lease is held, under the welcome's term. Again after each break."""
         ...
 
-    def waiting(self, error: WeightplaneError) -> None:
+    def waiting(self, incarnation: str, error: WeightplaneError) -> None:
         """Not yet; it is tried again."""
         ...
 
-    def refused(self, error: WeightplaneError) -> None:
+    def refused(self, incarnation: str, error: WeightplaneError) -> None:
         """For good: StaleTerm (fenced), or a fault of the set-up."""
         ...
 
@@ -73,11 +73,6 @@ class FleetSession:
         self._goodbye: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
-
-    @property
-    def incarnation(self) -> str:
-        """Whose session it is."""
-        return self._hello.incarnation
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -103,11 +98,13 @@ class FleetSession:
             try:
                 await self._stream()
             except WeightplaneError as error:
+                if self._goodbye is not None:
+                    return
                 if not _passes(error):
-                    self._events.refused(error)
+                    self._events.refused(self._hello.incarnation, error)
                     return
                 log.info("session_broken", reason=error.reason, cause=str(error))
-                self._events.waiting(error)
+                self._events.waiting(self._hello.incarnation, error)
             await asyncio.sleep(self._pause())
 
     def _pause(self) -> float:
@@ -155,7 +152,7 @@ class FleetSession:
         self._hello.held_term = response.welcome.trainer_term
         self._hello.takeover = False
         self._hello.ended_incarnation = ""
-        self._events.welcomed(response.welcome)
+        self._events.welcomed(self._hello.incarnation, response.welcome)
         return response.welcome
 
     async def _beat(self, call: Call, interval: float) -> None:
@@ -171,7 +168,9 @@ class FleetSession:
             await call.code()
 
 
-async def discover_run(fleet: fleet_pb2_grpc.FleetAsyncStub, model: str) -> str:
+async def discover_run(
+    fleet: fleet_pb2_grpc.FleetAsyncStub, model: str, waiting: Callable[[WeightplaneError], None]
+) -> str:
     """The coordinator's own run: for trainers that were not told one. Waits until it is reachable.
 
     Raises:
@@ -188,6 +187,7 @@ async def discover_run(fleet: fleet_pb2_grpc.FleetAsyncStub, model: str) -> str:
             typed = from_rpc_error(error)
             if not _passes(typed):
                 raise typed from error
+            waiting(typed)
         finally:
             call.cancel()
         await asyncio.sleep(MAX_BACKOFF_SECONDS * random.uniform(0.5, 1.0))

@@ -84,7 +84,7 @@ class EngineStream:
         self.ready = False
         """All bytes are in and checked there."""
         self.error: WeightplaneError | None = None
-        """Why the latest attempt ended."""
+        """Why the latest attempt ended; what an abort of ours does to it is no news."""
         self._stub = stub
         self._cargo = cargo
         self._assignment = assignment
@@ -96,6 +96,8 @@ class EngineStream:
         self._abort = asyncio.Event()
         self._abort_reason = ""
         self._commit_sent = False
+        self._opened = False
+        """In this attempt the open frame went out: only then can it be given up by a word."""
         self._handed = False
         """In this attempt a handle was given away."""
         self._untold = False
@@ -115,8 +117,10 @@ class EngineStream:
                     await self._attempt()
                     return StreamEnd(self.engine_id, None, memory_free=True)
                 except WeightplaneError as error:
-                    self.error, self.ready = error, False
                     log.info("stream_ended", engine_id=self.engine_id, reason=error.reason, cause=str(error))
+                    self.ready = False
+                    if self.error is None or not self._abort.is_set():
+                        self.error = error
                 if self._abort.is_set() or not self._again(self.error):
                     return StreamEnd(self.engine_id, self.error, self._memory_free())
                 await self._pause(pause)
@@ -143,7 +147,7 @@ class EngineStream:
     async def _attempt(self) -> None:
         call = self._stub.UpdateWeights()
         frames: Frames = asyncio.Queue(MAX_HEARD)
-        self._handed = False
+        self._opened = self._handed = False
         hear = asyncio.create_task(_hear(call, frames))
         work = asyncio.create_task(self._work(call, frames))
         abort = asyncio.create_task(self._abort.wait())
@@ -167,12 +171,13 @@ class EngineStream:
         if not hear.done() and not self._commit_sent:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
-            await _say_abort(call, self._cargo.open.version, self._abort_reason or str(ours))
-            await asyncio.wait({hear}, timeout=ABORT_SECONDS)
+            if self._opened:
+                await _say_abort(call, self._cargo.open.version, self._abort_reason or str(ours))
+                await asyncio.wait({hear}, timeout=ABORT_SECONDS)
         told = hear.exception() if hear.done() else None
         error = _typed(told or ours)
         # A clean end or an ErrorInfo is the agent's own word that it reads no more; a broken connection is nobody's.
-        if self._handed and (not hear.done() or isinstance(_typed(told), RemoteError)):
+        if self._handed and (not hear.done() or (told is not None and isinstance(_typed(told), RemoteError))):
             self._untold = True
         if self._abort_reason and isinstance(error, RemoteError):
             return UpdateAborted(update_id=self._cargo.open.update_id, cause=self._abort_reason)
@@ -180,6 +185,7 @@ class EngineStream:
 
     async def _work(self, call: Call, frames: Frames) -> None:
         await call.write(Request(open=self._open()))
+        self._opened = True
         accepted = await _accepted(frames)
         if not accepted.attached:
             if accepted.layout_needed:

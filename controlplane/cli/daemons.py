@@ -90,7 +90,8 @@ def trainer(
     die_with_parent: Parent = None,
 ) -> int:
     """Run a trainer agent: it starts the training ranks and speaks for them."""
-    from trainer_agent.agent import TrainerSettings, run_trainer
+    from trainer_agent.agent import run_trainer
+    from trainer_agent.settings import TrainerSettings
 
     settings = _settings(TrainerSettings, config, sets, coordinator=coordinator)
     if not command:

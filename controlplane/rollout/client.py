@@ -39,6 +39,8 @@ WATCH_BACKOFF_MAX_SECONDS = 2.0
 RETRY_PAUSE_SECONDS = 0.25
 """Between two rounds over all engines, unless the routes change earlier."""
 SHORTEST_WAIT_SECONDS = 0.05
+SETTLE_SECONDS = 0.1
+"""How long a request waits for an engine that is usually there, while others could serve it."""
 
 _ELSEWHERE_MAY_DO = (
     e.VersionUnavailable,
@@ -65,6 +67,8 @@ class _Ask:
     """Until when an engine, its gate and the pin are waited for."""
     tried: set[tuple[EngineId, Incarnation]] = field(default_factory=set)
     last_error: e.WeightplaneError | None = None
+    settle_by: float = 0.0
+    """Until when missing engines are waited for; 0: not yet."""
 
 
 class RolloutClient:
@@ -256,18 +260,38 @@ class RolloutClient:
         while True:
             if self._refused is not None:
                 raise self._refused
-            route = self._table.choose(ask.assembly.min_version, ask.tried)
+            candidates = self._table.candidates(ask.assembly.min_version, ask.tried)
             left = ask.patience - time.monotonic()
-            if route is not None and self._table.routes is not None and (left > 0 or ask.last_error is None):
-                return route, self._table.routes.run_id
+            if candidates and self._table.routes is not None and (left > 0 or ask.last_error is None):
+                if not await self._settles(ask, candidates):
+                    return self._table.least_loaded(candidates), self._table.routes.run_id
+                continue
             if left <= 0:
                 raise self._gave_up(ask)
             await self._change(min(left, RETRY_PAUSE_SECONDS) if ask.tried else left)
             ask.tried.clear()
 
-    async def _change(self, timeout: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._changed.wait(), timeout)
+    async def _settles(self, ask: _Ask, candidates: list[Route]) -> bool:
+        """Whether the routes changed while a request waited, once, for engines that are usually there.
+
+        After an update the engines come back one after the other; without this a burst of requests would all go to
+        the first.
+        """
+        if ask.tried or len(candidates) >= self._table.usual:
+            return False
+        now = time.monotonic()
+        ask.settle_by = ask.settle_by or now + SETTLE_SECONDS
+        if await self._change(max(ask.settle_by - now, 0)):
+            return True
+        self._table.usual = len(candidates)  # they are gone for longer: nobody waits for them again
+        return False
+
+    async def _change(self, timeout: float) -> bool:
+        """Whether the routes changed within `timeout`."""
+        try:
+            return await asyncio.wait_for(self._changed.wait(), timeout)
+        except TimeoutError:
+            return False
 
     def _gave_up(self, ask: _Ask) -> e.WeightplaneError:
         if ask.last_error is not None:

@@ -8,7 +8,7 @@ coordinator shuts no gate).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -40,38 +40,44 @@ class Routes:
     """The coordinator is away: engines may have moved on since."""
 
 
+Life = tuple[EngineId, Incarnation]
+
+
 @dataclass(slots=True)
 class RoutingTable:
     """Routes and load. Not thread-safe: one event loop owns it."""
 
     routes: Routes | None = None
+    usual: int = 0
+    """How many engines there are when none is missing, as far as was seen."""
     _in_flight: Counter[EngineId] = field(default_factory=Counter)
     _asked: dict[EngineId, int] = field(default_factory=dict)
     _clock: int = 0
 
     def replace(self, routes: Routes) -> None:
         self.routes = routes
+        self.usual = max(self.usual, len(routes.routes))
 
     def mark_stale(self) -> None:
         if self.routes is not None:
             self.routes = replace(self.routes, stale=True)
 
-    def choose(
-        self, min_version: WeightVersion | None, tried: Collection[tuple[EngineId, Incarnation]] = ()
-    ) -> Route | None:
-        """The least loaded engine not yet tried that meets the pin; None if there is none.
+    def candidates(self, min_version: WeightVersion | None, tried: Collection[Life] = ()) -> list[Route]:
+        """Engines not yet tried that meet the pin.
 
         Stale routes are not judged by the pin: the engine itself does that, and knows better.
         """
         if self.routes is None:
-            return None
+            return []
         judged = min_version is not None and not self.routes.stale
-        candidates = [
+        return [
             r
             for r in self.routes.routes
             if (r.engine_id, r.incarnation) not in tried and (not judged or _meets(r.applied, min_version))
         ]
-        return min(candidates, key=self._load, default=None)
+
+    def least_loaded(self, candidates: Iterable[Route]) -> Route:
+        return min(candidates, key=self._load)
 
     @contextmanager
     def asking(self, route: Route) -> Iterator[None]:

@@ -1,8 +1,8 @@
 """Reflection that reads as documentation: `grpcurl describe` shows the comments of the protos.
 
-Generated Python drops comments, and so does protobuf's own descriptor pool. So the answers of the standard
-reflection service get our files exchanged for the same ones with comments (`weightplane/v1/documented.binpb`, made by
-`make protos`).
+Generated Python drops comments, and so does protobuf's own descriptor pool. So our files in the answers of the standard
+reflection service get theirs back, from `weightplane/v1/documented.binpb`, which `make protos` makes. Nothing else of
+an answer is changed.
 """
 
 from __future__ import annotations
@@ -47,12 +47,17 @@ def _with_comments(response: reflection_pb2.ServerReflectionResponse) -> reflect
 
 
 def _documented(file: bytes) -> bytes:
-    name = descriptor_pb2.FileDescriptorProto.FromString(file).name
-    return _documented_files().get(name, file)
+    described = descriptor_pb2.FileDescriptorProto.FromString(file)
+    comments = _comments().get(described.name)
+    if comments is None:
+        return file
+    described.source_code_info.CopyFrom(comments)
+    return described.SerializeToString()
 
 
 @cache
-def _documented_files() -> dict[str, bytes]:
+def _comments() -> dict[str, descriptor_pb2.SourceCodeInfo]:
+    """By file. They name their places by index, and the generated code has the same ones in the same order."""
     content = files("weightplane.v1").joinpath(DOCUMENTED_FILE).read_bytes()
     made = descriptor_pb2.FileDescriptorSet.FromString(content)
-    return {file.name: file.SerializeToString() for file in made.file}
+    return {file.name: file.source_code_info for file in made.file}

@@ -28,17 +28,18 @@ class Core:
         self.engine_id = engine_id
         self._log = log
         self._on_death = on_death
-        self._death: asyncio.Future[EngineDied] = asyncio.get_running_loop().create_future()
+        self._death: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watch = asyncio.create_task(self._watch_for_death(), name=f"weightplane-watch-{engine_id}")
 
     @property
     def death(self) -> EngineDied | None:
-        """Why the core is gone, or None while it lives."""
-        return self._death.result() if self._death.done() else None
+        """A new error that says why the core is gone, or None while it lives."""
+        return EngineDied(self.engine_id, self._death.result()) if self._death.done() else None
 
     def raise_if_dead(self) -> None:
-        if self.death is not None:
-            raise self.death
+        death = self.death
+        if death is not None:
+            raise death
 
     async def ask(self, call: Awaitable[T], what: str, limit_seconds: float) -> T:
         """The call's result. Raises EngineDied, DeadlineExceeded, or what vLLM raised."""
@@ -63,11 +64,13 @@ class Core:
 
     def died(self, cause: str, *, explain: bool = True) -> EngineDied:
         """Note the death, once, and tell those who wait. `explain` adds the engine's last log lines."""
-        if not self._death.done():
-            error = EngineDied(self.engine_id, with_log(cause, self._log) if explain else cause)
-            self._death.set_result(error)
+        first = not self._death.done()
+        if first:
+            self._death.set_result(with_log(cause, self._log) if explain else cause)
+        error = EngineDied(self.engine_id, self._death.result())
+        if first:
             self._on_death(error)
-        return self._death.result()
+        return error
 
     def close(self) -> None:
         self._watch.cancel()

@@ -13,7 +13,14 @@ from typing import Any
 
 import psutil
 
-from controlplane.core.errors import CanaryFailed, DeadlineExceeded, EngineDied, EngineNotReady, InstallTimedOut
+from controlplane.core.errors import (
+    CanaryFailed,
+    DeadlineExceeded,
+    EngineDied,
+    EngineNotReady,
+    InstallFailed,
+    InstallTimedOut,
+)
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
     CanaryReport,
@@ -26,7 +33,7 @@ from engine_agent.engine import (
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, expected_of, read_checkpoint, read_model_facts
-from engine_agent.vllm.install import Installer
+from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import EngineLog, end, in_thread, kill, launch, processes_of
 from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
@@ -70,15 +77,16 @@ class VllmEngine:
         workers = await core.collect("weightplane_facts", limit)
         self._processes = processes_of(sorted(_pids(workers)))
         uuids = self._device_uuids(workers)
-        self._installer_or_none = Installer(core, uuids, self._settings.install_timeout_seconds)
         config = llm.vllm_config.model_config
+        expected = expected_of(tensors, model, str(config.dtype).removeprefix("torch."))
+        self._installer_or_none = Installer(core, uuids, expected, self._settings.install_timeout_seconds)
         self._facts = EngineFacts(
             world_size=len(workers),
             device_uuids=uuids,
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
-            expected=expected_of(tensors, model, str(config.dtype).removeprefix("torch.")),
+            expected=expected,
             capabilities=self._capabilities(llm),
             pids=tuple(p.pid for p in self._processes),
         )
@@ -126,6 +134,9 @@ class VllmEngine:
         try:
             async with asyncio.timeout(limit):
                 report = await installer.install(staged)
+        except InstallFailed as e:
+            self._label = MIXTURE if e.touched else self._label
+            raise
         except (TimeoutError, DeadlineExceeded) as e:
             await self._kill()  # INV-4: what the workers hold now nobody knows
             raise InstallTimedOut(self._engine_id, staged.label, limit) from e

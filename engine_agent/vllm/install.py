@@ -15,7 +15,8 @@ import time
 from collections.abc import Awaitable
 from typing import Any, TypeVar
 
-from controlplane.core.errors import InstallFailed
+from controlplane.core.errors import InstallFailed, Refused
+from controlplane.core.layout import MODEL_ONLY, Expected
 from engine_agent.engine import InstallReport, StagedWeights
 from engine_agent.vllm.calls import Core
 
@@ -28,8 +29,11 @@ MIXTURE = "mixture"
 class Installer:
     """Installs into one engine. Knows which layout its workers were told."""
 
-    def __init__(self, core: Core, device_uuids: tuple[str, ...], call_limit_seconds: float) -> None:
+    def __init__(
+        self, core: Core, device_uuids: tuple[str, ...], expected: Expected, call_limit_seconds: float
+    ) -> None:
         self._core = core
+        self._expected = expected
         self._device_uuids = device_uuids
         self._limit = call_limit_seconds
         self._layout_digest = b""
@@ -51,6 +55,9 @@ class Installer:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         llm = self._core.llm
+        if not await self._ask(llm.is_paused(), "is_paused"):
+            raise InstallFailed(self._core.engine_id, staged.label, False, "the engine is not quiesced")
+        self._check_layout(staged)
         await self._tell_layout(staged)
         await self._ask(llm.start_weight_update(), "start_weight_update")
         await self._ask(llm.update_weights(WeightTransferUpdateRequest(_check_step(staged))), "check")
@@ -64,6 +71,17 @@ class Installer:
         await self._ask(llm.finish_weight_update(staged.label), "finish_weight_update")
         ended = time.perf_counter()
         return InstallReport(loaded, None, loaded_at - started, ended - loaded_at)
+
+    def _check_layout(self, staged: StagedWeights) -> None:
+        """Once more, at the last moment: vLLM takes a layout with a missing tensor, and cuts one that is too large."""
+        other = [t.name for t in staged.layout.tensors if t.targets != MODEL_ONLY]
+        if other:
+            cause = f"{len(other)} tensors are not for the model itself, such as {other[0]}"
+            raise InstallFailed(self._core.engine_id, staged.label, False, cause)
+        try:
+            self._expected.check(staged.layout)
+        except Refused as e:
+            raise InstallFailed(self._core.engine_id, staged.label, False, str(e)) from e
 
     async def _tell_layout(self, staged: StagedWeights) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest

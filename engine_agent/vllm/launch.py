@@ -29,15 +29,20 @@ from engine_agent.vllm.settings import VllmSettings, engine_arguments
 
 T = TypeVar("T")
 
-TAIL_LINES = 30
+TAIL_LINES = 12
+TAIL_LINE_CHARACTERS = 300
+"""Twelve such lines fit into the metadata of a gRPC error."""
 TAIL_LIMIT_BYTES = 64 * 1024
 KILL_WAIT_SECONDS = 10.0
 """A killed process is gone within this, unless the kernel is stuck in it."""
 WAKE_SECONDS = 0.5
 
+_late: set[asyncio.Future[None]] = set()
+"""Engines that came after their start was given up, being ended."""
+
 
 class EngineLog:
-    """Warnings and errors of one engine's processes, in a file, so that a failure can be explained."""
+    """Errors of one engine's processes, in a file, so that a failure can be explained."""
 
     def __init__(self, level: str) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="weightplane-vllm-"))
@@ -46,40 +51,46 @@ class EngineLog:
         self.config.write_text(json.dumps(self._dict_config(level)))
 
     def tail(self) -> str:
-        """The last lines, oldest first; empty if there are none."""
+        """The last messages and exceptions, oldest first, without their stacks; empty if there are none."""
         try:
             with self._file.open("rb") as f:
                 f.seek(max(0, self._file.stat().st_size - TAIL_LIMIT_BYTES))
                 text = f.read().decode(errors="replace")
         except FileNotFoundError:
             return ""
-        return "\n".join(text.splitlines()[-TAIL_LINES:])
+        lines = [line[:TAIL_LINE_CHARACTERS] for line in text.splitlines() if not _of_a_stack(line)]
+        return "\n".join(lines[-TAIL_LINES:])
 
     def remove(self) -> None:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _dict_config(self, level: str) -> dict[str, Any]:
-        formatter = {
+        terse = {"format": "%(vllm_process_name)s: %(message)s"}
+        usual = {
             "class": "vllm.logging_utils.NewLineFormatter",
             "datefmt": "%m-%d %H:%M:%S",
             "format": "(%(vllm_process_name)s pid=%(process)d) %(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] "
             "%(message)s",
         }
-        stream = {"class": "logging.StreamHandler", "formatter": "vllm", "stream": "ext://sys.stderr"}
+        stream = {"class": "logging.StreamHandler", "formatter": "usual", "stream": "ext://sys.stderr"}
         file = {
             "class": "logging.FileHandler",
-            "formatter": "vllm",
+            "formatter": "terse",
             "filename": str(self._file),
-            "level": "WARNING",
+            "level": "ERROR",
             "delay": True,
         }
         return {
             "version": 1,
             "disable_existing_loggers": False,
-            "formatters": {"vllm": formatter},
+            "formatters": {"terse": terse, "usual": usual},
             "handlers": {"stream": stream, "file": file},
             "loggers": {"vllm": {"handlers": ["stream", "file"], "level": level, "propagate": False}},
         }
+
+
+def _of_a_stack(line: str) -> bool:
+    return line.startswith((" ", "Traceback (")) or not line
 
 
 async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
@@ -107,7 +118,7 @@ async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
 
 def with_log(cause: str, log: EngineLog) -> str:
     tail = log.tail()
-    return f"{cause}\nlast log lines:\n{tail}" if tail else cause
+    return f"{cause}\nthe engine's last errors:\n{tail}" if tail else cause
 
 
 def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
@@ -191,7 +202,14 @@ async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) ->
         if attempt.done() or asyncio.get_running_loop().time() > deadline:
             break
         await asyncio.wait({attempt}, timeout=WAKE_SECONDS)
-    if attempt.done() and not attempt.cancelled() and attempt.exception() is None:
+    if attempt.done():
+        await _discard(attempt)
+    else:  # it hangs before any process was started; should it ever come to that, it is ended then
+        attempt.add_done_callback(lambda late: _late.add(asyncio.ensure_future(_discard(late))))
+
+
+async def _discard(attempt: asyncio.Future[Any]) -> None:
+    if not attempt.cancelled() and attempt.exception() is None:
         await end(attempt.result(), KILL_WAIT_SECONDS)
 
 

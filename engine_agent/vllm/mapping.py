@@ -15,6 +15,7 @@ import mmap
 import os
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 DTYPES: dict[str, torch.dtype] = {
@@ -56,11 +57,13 @@ class MappedChunks:
     def tensor(self, dtype: torch.dtype, shape: Sequence[int], chunk: int, offset: int) -> torch.Tensor:
         """A view of `shape` elements that begins `offset` bytes into chunk number `chunk`."""
         start = self.locate(dtype, shape, chunk, offset)
-        count = math.prod(shape)
-        if count == 0:
+        byte_count = math.prod(shape) * dtype.itemsize
+        if byte_count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
         buffer = self._maps[self._spans[chunk][0]]
-        return torch.frombuffer(buffer, dtype=dtype, count=count, offset=start).view(tuple(shape))
+        # Not torch.frombuffer: it does not keep the buffer exported, and `close` would pull the pages away.
+        view = np.frombuffer(buffer, dtype=np.uint8, count=byte_count, offset=start)
+        return torch.from_numpy(view).view(dtype).view(tuple(shape))
 
     def locate(self, dtype: torch.dtype, shape: Sequence[int], chunk: int, offset: int) -> int:
         """Where in its file the tensor begins. Raises StagingError if it is out of range or not aligned."""

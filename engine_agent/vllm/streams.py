@@ -7,7 +7,7 @@ collector holds a token. Refuses a second live request of one id.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from controlplane.core.errors import EngineDied, InvalidRequest
@@ -87,7 +87,7 @@ class Streams:
 
     async def run(
         self, core: Core, request_id: str, prompt: Sequence[int], sampling: SamplingSettings, salt: str
-    ) -> AsyncIterator[GenerationDelta]:
+    ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of one request. Ending early, in any way, aborts it in the engine."""
         if request_id in self._live:
             raise InvalidRequest("request_id", f"{request_id} is running")

@@ -226,9 +226,9 @@ async def test_an_install_that_fails_half_way_says_so_and_a_full_update_heals_it
     await push(rig.engine, trained(rig.state, 31))
     failpoint.write_text(f"raise after={after}")
     await rig.engine.quiesce()
-    with stage(trained(rig.state, 32), "999") as staged, pytest.raises(InstallFailed, match="failpoint") as failure:
+    with stage(trained(rig.state, 32), "999") as staged, pytest.raises(InstallFailed) as failure:
         await rig.engine.install(staged)
-    assert failure.value.touched
+    assert (failure.value.touched, failure.value.cause) == (True, "worker 0: Injected: failpoint worker.install")
     await rig.engine.resume()
     assert {label for label, _, _ in (await generate(rig.engine, 4)).spans} == {MIXTURE}
     healed = trained(rig.state, 33)
@@ -272,18 +272,46 @@ async def test_staged_bytes_that_are_not_there_leave_the_old_version_speaking(ri
     assert sample.spans == ((label, 0, 8),)
 
 
-async def test_a_layout_that_misses_a_layer_is_not_taken_for_whole(rig: Rig) -> None:
+def without_attention_of_layer_1(state: State) -> State:
+    return {name: t for name, t in state.items() if ".layers.1.self_attn." not in name}
+
+
+async def test_a_layout_that_misses_a_layer_is_refused_before_anything_is_touched(rig: Rig) -> None:
     """INV-1: vLLM itself would finish it and take the label."""
-    await push(rig.engine, rig.state)
-    partial = {name: t for name, t in trained(rig.state, 51).items() if ".layers.1.self_attn." not in name}
+    state = trained(rig.state, 51)
+    await push(rig.engine, state)
     await rig.engine.quiesce()
+    partial = without_attention_of_layer_1(trained(rig.state, 52))
+    with stage(partial, "999") as staged, pytest.raises(InstallFailed, match="missing") as failure:
+        await rig.engine.install(staged)
+    assert not failure.value.touched
+    await rig.engine.resume()
+    assert_speaks_as(rig, state, await generate(rig.engine, 12))
+
+
+async def test_a_worker_misses_parameters_by_itself(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """INV-1: whatever the agent believed that the model needs."""
+    await push(rig.engine, rig.state)
+    lenient = replace(rig.facts.expected, optional=frozenset(rig.state))
+    monkeypatch.setattr(rig.engine._installer, "_expected", lenient)
+    await rig.engine.quiesce()
+    partial = without_attention_of_layer_1(trained(rig.state, 53))
     with stage(partial, "999") as staged, pytest.raises(InstallFailed, match="were not loaded") as failure:
         await rig.engine.install(staged)
     assert failure.value.touched
     await rig.engine.resume()
-    healed = trained(rig.state, 52)
+    healed = trained(rig.state, 54)
     await push(rig.engine, healed)
     assert_speaks_as(rig, healed, await generate(rig.engine, 12))
+
+
+async def test_an_install_into_a_running_engine_is_refused(rig: Rig) -> None:
+    """It would kill the engine core in the middle of a forward pass."""
+    await push(rig.engine, rig.state)
+    with stage(trained(rig.state, 55), "999") as staged, pytest.raises(InstallFailed, match="not quiesced") as failure:
+        await rig.engine.install(staged)
+    assert not failure.value.touched
+    assert_speaks_as(rig, rig.state, await generate(rig.engine, 8))
 
 
 async def test_weights_that_are_not_finite_fail_the_canary_and_leave_nothing_behind(rig: Rig) -> None:

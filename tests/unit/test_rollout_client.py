@@ -120,6 +120,39 @@ async def test_requests_go_to_the_engine_with_fewest_of_this_clients_requests(wo
     assert {(await task).tokens for task in running} == {(9,)}
 
 
+async def test_a_burst_after_an_update_waits_a_moment_for_the_second_engine(world: World) -> None:
+    await world.start()
+    release = asyncio.Event()
+    first, second = [await world.engine(name, hangs(until=release)) for name in "ab"]
+    world.fleet.publish(first, second)
+    await eventually(lambda: world.client.routes)
+    world.fleet.publish()
+    await eventually(lambda: world.client.routes is not None and not world.client.routes.routes)
+
+    running = [asyncio.create_task(world.generate()) for _ in range(6)]
+    world.fleet.publish(first)
+    await eventually(lambda: world.client.routes is not None and len(world.client.routes.routes) == 1)
+    world.fleet.publish(first, second)
+    await eventually(lambda: first.running + second.running == 6)
+
+    assert (first.running, second.running) == (3, 3)
+    release.set()
+    await asyncio.gather(*running)
+
+
+async def test_an_engine_that_stays_away_is_waited_for_once(world: World) -> None:
+    await world.start()
+    first, second = [await world.engine(name, GOOD) for name in "ab"]
+    world.fleet.publish(first, second)
+    await eventually(lambda: world.client.routes)
+    world.fleet.publish(first)
+    await eventually(partial(_is_only_route, world, "a"))
+
+    assert world.client._table.usual == 2
+    await world.generate()
+    assert world.client._table.usual == 1
+
+
 async def test_only_an_engine_that_meets_the_pin_is_asked(world: World) -> None:
     await world.start()
     old = await world.engine("a", GOOD)

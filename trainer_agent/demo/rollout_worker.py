@@ -146,8 +146,11 @@ async def gather_rollouts(once: Generate, asks: Sequence[Ask], min_version: Weig
         async with room:
             return await _with_attempts(once, ask, min_version)
 
-    async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one(ask)) for ask in asks]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(ask)) for ask in asks]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
     return [task.result() for task in tasks]
 
 

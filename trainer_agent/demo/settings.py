@@ -22,7 +22,8 @@ class GrpoSettings:
     pipeline_parallel: int
     steps: int
     seed: int
-    learning_rate: float
+    learning_rate: float | None
+    """None: what the task was measured with."""
     prompts_per_step: int
     group_size: int
     """Samples of each prompt."""

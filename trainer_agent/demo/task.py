@@ -49,6 +49,11 @@ class Task(Protocol):
     @property
     def prompts(self) -> Prompts: ...
 
+    @property
+    def learning_rate(self) -> float:
+        """With which Adam raises the reward within a few steps."""
+        ...
+
     def reward(self, tokens: Sequence[int]) -> float:
         """Between 0 and 1; 0 for no tokens."""
         ...
@@ -60,6 +65,8 @@ class Task(Protocol):
 
 class LetterTask:
     """Text in which the tokens hold the letter "e"."""
+
+    learning_rate = 1.5e-4
 
     def __init__(self, tokenizer_file: Path) -> None:
         from tokenizers import Tokenizer
@@ -78,6 +85,8 @@ class LetterTask:
 
 class EvenTask:
     """Token ids that are even, for a model of `vocab` tokens without a tokenizer."""
+
+    learning_rate = 3e-3
 
     def __init__(self, vocab: int) -> None:
         ids = random.Random(_ID_PROMPT_SEED)

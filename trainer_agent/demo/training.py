@@ -47,9 +47,10 @@ def train(settings: GrpoSettings) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)
     first = dist.get_rank() == 0
+    task = task_for(settings.model_dir, read_config(settings.model_dir)["vocab_size"])
     learner = Learner(
         settings.model_dir,
-        LearnerSettings(learning_rate=settings.learning_rate, micro_batch=settings.micro_batch),
+        LearnerSettings(settings.learning_rate or task.learning_rate, micro_batch=settings.micro_batch),
         tensor_parallel=settings.tensor_parallel,
         pipeline_parallel=settings.pipeline_parallel,
     )
@@ -59,7 +60,7 @@ def train(settings: GrpoSettings) -> None:
         TrainerRank.join(source=source) as rank,
         RolloutWorker() if first else nullcontext() as worker,
     ):
-        TrainingRun(settings, learner, source, rank, worker, events).run()
+        TrainingRun(settings, task, learner, source, rank, worker, events).run()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -79,20 +80,18 @@ class Stopwatch:
 @dataclass(slots=True)
 class TrainingRun:
     settings: GrpoSettings
+    task: Task
     learner: Learner
     source: MegatronSource
     rank: TrainerRank
     worker: RolloutWorker | None
     """On rank 0 only."""
     events: Events
-    task: Task = field(init=False)
     checkpoints: Checkpoints = field(init=False)
     version: WeightVersion = field(init=False)
     """The version pushed last: what the engines serve."""
 
     def __post_init__(self) -> None:
-        vocab = read_config(self.settings.model_dir)["vocab_size"]
-        self.task = task_for(self.settings.model_dir, vocab)
         self.checkpoints = Checkpoints(self.settings.checkpoint_dir)
 
     def run(self) -> None:

@@ -14,6 +14,7 @@ import signal
 import sys
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,6 +36,8 @@ class Child:
     """One process of the demo."""
 
     name: str
+    command: str
+    """What kind it is: coordinator, engine, …"""
     process: asyncio.subprocess.Process
     log: Path
 
@@ -53,19 +56,21 @@ class Crew:
         self.hurry = False
         """Set at a second Ctrl-C: from then on nobody is asked, everybody is killed."""
 
-    async def start(self, name: str, command: Iterable[str], environment: Mapping[str, str] | None = None) -> Child:
+    async def start(
+        self, name: str, words: Iterable[str], environment: Mapping[str, str] | None = None, *, command: str = ""
+    ) -> Child:
         """Start a process whose output goes to `logs/NAME.log`."""
         log = self._logs / f"{name}.log"
         with log.open("wb") as output:
             process = await asyncio.create_subprocess_exec(
-                *command,
+                *words,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
                 env=os.environ | dict(environment or {}) | {MARK_VARIABLE: self._mark},
             )
-        child = Child(name, process, log)
+        child = Child(name, command or name, process, log)
         self._children.append(child)
         return child
 
@@ -73,7 +78,7 @@ class Crew:
         """Start a daemon of ours that ends when the demo does, however that comes about."""
         command, *rest = words
         own = [sys.executable, "-m", "controlplane.cli.main", command, "--die-with-parent", str(os.getpid())]
-        return await self.start(name, [*own, *rest], environment)
+        return await self.start(name, [*own, *rest], environment, command=command)
 
     async def within(self, seconds: float, what: str, work: Awaitable[T], *, may_end: Child | None = None) -> T:
         """The result of `work`.
@@ -107,9 +112,9 @@ class Crew:
             await asyncio.wait_for(child.process.wait(), KILL_SECONDS)
 
     async def stop_all(self) -> None:
-        """End every process, the last started first, and whatever they left behind."""
-        for child in reversed(list(self._children)):
-            await self.stop(child)
+        """End every process, those that were started together at once, the last ones first; and what they left."""
+        for _, together in groupby(reversed(self._children.copy()), key=lambda child: child.command):
+            await asyncio.gather(*(self.stop(child) for child in together))
         for pid in marked(self._mark):
             _signal(pid, signal.SIGKILL)
 

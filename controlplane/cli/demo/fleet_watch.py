@@ -12,6 +12,8 @@ from controlplane.rpc.channels import open_channel
 from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
 RETRY_SECONDS = 0.5
+CATCH_UP_SECONDS = 1.0
+"""The training run's events and the fleet's news come on different ways."""
 
 Show = Callable[[operator_pb2.FleetView], None]
 
@@ -41,8 +43,17 @@ class FleetWatch:
             await self._changed.wait()
         return self.view
 
+    async def reaches(self, number: int) -> None:
+        """Returns when every known engine holds version `number` or a later one, or after a moment."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.until(lambda view: _holds(view, number)), CATCH_UP_SECONDS)
+
     def _take(self, view: operator_pb2.FleetView) -> None:
         self.view = view
         self._show(view)
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _holds(view: operator_pb2.FleetView, number: int) -> bool:
+    return all(e.status.HasField("applied") and e.status.applied.number >= number for e in view.engines if e.known)

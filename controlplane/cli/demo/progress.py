@@ -78,7 +78,8 @@ class Progress:
         return f"held-out reward {event['reward']:.3f} after {event['step']} steps"
 
     def _stepped(self, event: Mapping[str, Any]) -> str:
-        step = Step(event["step"], event["reward"], event["loss"], event["version"], event["seconds"])
+        loss = round(event["loss"], 4) + 0.0  # a loss of -0.0 is none
+        step = Step(event["step"], event["reward"], loss, event["version"], event["seconds"])
         self.steps = [s for s in self.steps if s.number < step.number] + [step]
         phases = "  ".join(f"{name} {seconds:.1f} s" for name, seconds in step.seconds.items())
         head = f"step {step.number}/{self.steps_wanted}  reward {step.reward:.3f}  loss {step.loss:.4f}"

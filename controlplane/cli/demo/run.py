@@ -127,7 +127,7 @@ async def _main_job(
         await crew.within(ENGINES_SECONDS, "both engines to start", watch.until(_engines_run))
         screen.say(f"starting the Megatron trainer, {parts.RANKS} ranks")
         trainer = await parts.start_trainer(crew, where, settings, model=model, coordinator=address, run_id=run_id)
-        await _follow_training(settings, where, crew, screen, trainer)
+        await _follow_training(settings, where, crew, screen, watch, trainer)
         fleet = await crew.within(SETTLE_SECONDS, "both engines to report", watch.until(_engines_settled))
         comparisons = await _verify(where, crew, screen, fleet) if settings.verify else None
         return fleet, comparisons
@@ -163,11 +163,15 @@ async def _address(file: Path) -> str:
     return file.read_text()
 
 
-async def _follow_training(settings: DemoSettings, where: Places, crew: Crew, screen: Screen, trainer: Child) -> None:
+async def _follow_training(
+    settings: DemoSettings, where: Places, crew: Crew, screen: Screen, watch: FleetWatch, trainer: Child
+) -> None:
     """Until the trainer has ended well. It must have done what was asked: the export is its last work."""
 
     async def read_events() -> None:
         async for event in follow(where.events):
+            if event.get("event") == "pushed":
+                await watch.reaches(event["version"])
             screen.event(event)
             if event.get("event") == "finished":
                 return
