@@ -83,7 +83,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
     stop = stop or asyncio.Event()
     holder = EngineLifeHolder()
-    memory = Memory(settings.state_dir / f"{settings.engine_id}.json")
+    memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id)
     try:
         holder.life = _new_life(settings, memory)
         server = await start_server(settings.listen, _services(holder, settings))

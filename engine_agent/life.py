@@ -85,6 +85,7 @@ class EngineLife:
         if not self.died.done():
             self.died.set_result(cause)
         self.apply(core.Died(cause))
+        self.requests.fail_all(EngineDied(engine_id=self.core.state.engine_id, cause=cause))
         for task in self._tasks:
             task.cancel()
         for stream in list(self._receivers):

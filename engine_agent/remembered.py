@@ -23,17 +23,23 @@ class Remembered:
 
 
 class Memory:
-    """The file. Raises LedgerError when it cannot be read or written: an agent without memory fences nobody."""
+    """The file, for one run: what another run left there says nothing here.
 
-    def __init__(self, path: Path) -> None:
+    Raises LedgerError when it cannot be read or written: an agent without memory fences nobody.
+    """
+
+    def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
+        self._run_id = run_id
 
     def load(self) -> Remembered:
         try:
-            return Remembered(**json.loads(self._path.read_text()))
+            content = json.loads(self._path.read_text())
+            of_this_run = content.pop("run_id") == self._run_id
+            return Remembered(**content) if of_this_run else Remembered()
         except FileNotFoundError:
             return Remembered()
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise LedgerError(path=str(self._path), cause=str(error)) from error
 
     def save(self, remembered: Remembered) -> None:
@@ -41,7 +47,7 @@ class Memory:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             scratch = self._path.with_suffix(".tmp")
             with scratch.open("w") as file:
-                json.dump(asdict(remembered), file)
+                json.dump({"run_id": self._run_id, **asdict(remembered)}, file)
                 file.flush()
                 os.fsync(file.fileno())
             scratch.rename(self._path)

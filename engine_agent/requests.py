@@ -121,6 +121,11 @@ class Requests:
             request.waiting.clear()
             self._finish(request, GenerationDelta((), (), finish_reason="abort"))
 
+    def fail_all(self, error: WeightplaneError) -> None:
+        """The engine is gone: nobody waits for tokens that cannot come."""
+        for request in self._live.values():
+            request.out.put_nowait(error)
+
     # ---- one request ----
 
     async def _pump(self, request: _Request, prompt: Sequence[int], sampling: SamplingSettings) -> None:

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from controlplane.core import errors as e
-from controlplane.core.engine_state import EngineState, Poisoned
+from controlplane.core.engine_state import EngineState, Life, Poisoned
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import sampling_from_proto, seconds_from_proto, version_from_proto, version_to_proto
@@ -97,6 +97,8 @@ async def _enter(life: EngineLife, request: rollout_pb2.GenerateRequest) -> Weig
         raise e.LimitExceeded(what="requests waiting outside the gate", limit=MAX_WAITING, got=life.waiting + 1)
 
     def may_enter(state: EngineState) -> bool:
+        if state.life in (Life.STOPPING, Life.DEAD):
+            raise e.EngineNotReady(engine_id=state.engine_id, holds=state.life.value)
         if isinstance(state.weights, Poisoned) and not state.installing:
             raise e.EnginePoisoned(engine_id=state.engine_id, cause=state.weights.cause)
         applied = state.applied

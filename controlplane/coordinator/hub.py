@@ -34,6 +34,7 @@ from controlplane.core.versions import ModelName, RunId, Term, UpdateId
 from controlplane.ledger import Ledger
 from controlplane.rpc.codec import seconds_to_proto
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.tasks import to_the_end
 from weightplane.v1 import fleet_pb2, operator_pb2
 
 log = structlog.get_logger(__name__)
@@ -95,8 +96,8 @@ class Hub:
         """Decide an event and carry its effects out. Raises what the core refuses with."""
         async with self._lock:
             effects = self.core.handle(event, time.monotonic())
-            # Shielded: a caller that leaves must not leave half of the effects undone.
-            await asyncio.shield(self._carry_out(effects))
+            # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
+            await to_the_end(self._carry_out(effects))
             return effects
 
     async def begin_update(self, event: Event) -> UpdateTransaction:

@@ -164,6 +164,7 @@ def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> fleet.EngineCon
         tuple(hello.capabilities),
         Term(hello.max_term),
         Term(hello.max_coordinator_term),
+        hello.max_number,
     )
 
 

@@ -72,6 +72,8 @@ class EngineConnected:
     capabilities: tuple[str, ...]
     max_term: Term
     max_coordinator_term: Term
+    max_number: int = 0
+    """Highest number that it applied in any life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +212,7 @@ class FleetCore:
         self._next_number = recovered.next_number
         self._plan_revision = 0
         self._awaited = {k.engine_id for k in recovered.engines}
+        self._regressed: set[EngineId] = set()
         self._recovery_ends_at = now + settings.lease_ttl_seconds
         for lease in recovered.leases:
             self._restore_lease(lease, now)
@@ -224,8 +227,9 @@ class FleetCore:
 
     @property
     def recovering(self) -> bool:
-        """After a restart: some engine that the ledger knows has not reported yet."""
-        return bool(self._awaited)
+        """After a restart: some engine that the ledger knows has not reported yet; or one reported a number that the
+        ledger never gave, so that the ledger is an older copy."""
+        return bool(self._awaited or self._regressed)
 
     def model(self, name: ModelName) -> ModelRecord:
         return self.models.setdefault(name, ModelRecord())
@@ -265,6 +269,8 @@ class FleetCore:
             event.place, event.state, event.session, now, event.capabilities, event.gate_open
         )
         self._awaited.discard(event.place.engine_id)
+        if event.max_number >= self._next_number or event.max_term > self.model(event.state.model).term:
+            self._regressed.add(event.place.engine_id)
         self.model(event.state.model)
         return [*effects, Welcome(event.session, Term(0)), *self._after_report(event.state, now)]
 
@@ -415,7 +421,7 @@ class FleetCore:
         self._check_run(event.run_id)
         self._check_term(event.model, event.term)
         if self.recovering:
-            raise e.CoordinatorRecovering(term=self.term, engines=sorted(self._awaited))
+            raise e.CoordinatorRecovering(term=self.term, engines=sorted(self._awaited | self._regressed))
         current = self.open_update(event.model)
         if current is not None:
             if current.request_id == event.request_id:
@@ -452,9 +458,11 @@ class FleetCore:
             raise e.NoEngines(model=model, known=sum(r.state.model == model for r in self.engines.values()))
         required = frozenset(r.place.engine_id for r in live if self.routable(r))
         everyone = frozenset(r.place.engine_id for r in live)
-        ranks = self.trainers[model].ranks
+        trainer = self.trainers[model]
+        if not trainer.ranks:  # a restart knows the lease, but not yet whose devices are whose
+            raise e.CoordinatorRecovering(term=self.term, engines=[f"trainer {trainer.trainer_id}"])
         return make_plan(
-            self._plan_revision, [r.place for r in live], required or everyone, ranks, self.settings.transport
+            self._plan_revision, [r.place for r in live], required or everyone, trainer.ranks, self.settings.transport
         )
 
     def _abort_requested(self, event: AbortRequested, now: float) -> list[Effect]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 
 import xxhash
@@ -16,7 +17,7 @@ from controlplane.core.assembly import Record
 from controlplane.core.errors import ByteCountMismatch, FrameInvalid, LimitExceeded
 from controlplane.core.layout import Layout
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
-from engine_agent.receivers.port import Buffer, require_equal
+from engine_agent.receivers.port import Buffer, require_equal, require_open
 
 ALIGNMENT_BYTES = 64
 """Tensors start at multiples of this, so that views of any dtype can be made of them."""
@@ -39,11 +40,17 @@ class InlineReceiver:
             os.close(self._descriptor)
             raise LimitExceeded(what="memory for staged weights, bytes", limit=0, got=self._size) from error
         self._view = memoryview(self._map)
+        self._in_use = threading.Lock()
 
     def place(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> None:
         if len(buffers) != 1 or buffers[0].inline is None:
             raise FrameInvalid("Chunk", "buffers", "the inline transport has its bytes in one buffer")
         data = memoryview(buffers[0].inline)
+        with self._in_use:
+            require_open(self._descriptor < 0)
+            self._copy(records, data)
+
+    def _copy(self, records: Sequence[Record], data: memoryview) -> None:
         for r in records:
             part = data[r.buffer_offset : r.buffer_offset + r.byte_count]
             if len(part) != r.byte_count:
@@ -53,7 +60,9 @@ class InlineReceiver:
 
     def check(self, tensor: int, expected: bytes) -> None:
         start = self._offsets[tensor]
-        got = xxhash.xxh3_64_digest(self._view[start : start + self._layout.tensors[tensor].byte_count])
+        with self._in_use:
+            require_open(self._descriptor < 0)
+            got = xxhash.xxh3_64_digest(self._view[start : start + self._layout.tensors[tensor].byte_count])
         require_equal(self._layout, tensor, expected, got)
 
     def staged(self, label: str) -> StagedWeights:
@@ -62,11 +71,12 @@ class InlineReceiver:
         return StagedWeights(layout=self._layout, label=label, chunks={"": [span]}, placements=placements)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            self._view.release()
-            self._map.close()
-            os.close(self._descriptor)
-            self._descriptor = -1
+        with self._in_use:
+            if self._descriptor >= 0:
+                self._view.release()
+                self._map.close()
+                os.close(self._descriptor)
+                self._descriptor = -1
 
 
 def _offsets(layout: Layout) -> tuple[list[int], int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from controlplane.core.assembly import Record
-from controlplane.core.errors import ChecksumMismatch
+from controlplane.core.errors import ChecksumMismatch, UpdateAborted
 from controlplane.core.layout import Layout
 from engine_agent.engine import StagedWeights
 
@@ -28,7 +28,11 @@ class Buffer:
 
 
 class Receiver(Protocol):
-    """One attempt's bytes. Methods block for as long as a copy or a checksum takes; call them in a thread."""
+    """One attempt's bytes. Methods block for as long as a copy or a checksum takes; call them in a thread.
+
+    `close` may come from another thread at any time (a newer writer ends this attempt): it waits for the call that
+    runs, and calls after it raise UpdateAborted.
+    """
 
     releases_at_once: bool
     """The sender may reuse a chunk once `place` returned (INV-12); else only when the update is over."""
@@ -48,6 +52,12 @@ class Receiver(Protocol):
     def close(self) -> None:
         """Unmap and forget. Idempotent."""
         ...
+
+
+def require_open(closed: bool) -> None:
+    """Raises UpdateAborted: the attempt was ended while a call was on its way."""
+    if closed:
+        raise UpdateAborted(update_id="", cause="the update ended meanwhile")
 
 
 def require_equal(layout: Layout, tensor: int, expected: bytes, got: bytes) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import os
 import stat
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +20,7 @@ from controlplane.core.assembly import Record
 from controlplane.core.errors import ByteCountMismatch, DeviceHandlesMissing, FrameInvalid, SegmentUnreadable
 from controlplane.core.layout import Layout
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
-from engine_agent.receivers.port import Buffer, require_equal
+from engine_agent.receivers.port import Buffer, require_equal, require_open
 
 SHARED_MEMORY = Path("/dev/shm")
 ANY_DEVICE = ""
@@ -64,10 +65,14 @@ class SharedMemoryReceiver:
         self._wanted = device_uuids
         self._devices: dict[str, _Device] = {}
         self._placements: list[Placement | None] = [None] * len(layout.tensors)
+        self._in_use = threading.Lock()
+        self._closed = False
 
     def place(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> None:
         self._check_devices([b.device_uuid for b in buffers])
-        places = {self._reach(b) for b in buffers}
+        with self._in_use:
+            require_open(self._closed)
+            places = {self._reach(b) for b in buffers}
         if len(places) != 1:
             raise FrameInvalid("Chunk", "buffers", "every device's buffer must lie at the same place of its segments")
         segment, offset = places.pop()
@@ -76,10 +81,12 @@ class SharedMemoryReceiver:
 
     def check(self, tensor: int, expected: bytes) -> None:
         place, size = self._placed(tensor), self._layout.tensors[tensor].byte_count
-        for device in self._devices.values():
-            with memoryview(device.segments[place.chunk].view) as view:
-                got = xxhash.xxh3_64_digest(view[place.offset : place.offset + size])
-            require_equal(self._layout, tensor, expected, got)
+        with self._in_use:
+            require_open(self._closed)
+            for device in self._devices.values():
+                with memoryview(device.segments[place.chunk].view) as view:
+                    got = xxhash.xxh3_64_digest(view[place.offset : place.offset + size])
+                require_equal(self._layout, tensor, expected, got)
 
     def staged(self, label: str) -> StagedWeights:
         chunks = {
@@ -90,10 +97,12 @@ class SharedMemoryReceiver:
         return StagedWeights(layout=self._layout, label=label, chunks=chunks, placements=placements)
 
     def close(self) -> None:
-        devices, self._devices = self._devices, {}
-        for device in devices.values():
-            for segment in device.segments:
-                segment.close()
+        with self._in_use:
+            self._closed = True
+            devices, self._devices = self._devices, {}
+            for device in devices.values():
+                for segment in device.segments:
+                    segment.close()
 
     def _check_devices(self, given: list[str]) -> None:
         """G2: every worker finds a buffer for its device."""

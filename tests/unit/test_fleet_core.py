@@ -462,3 +462,13 @@ def test_l7_another_runs_hello_and_update_are_refused(two: tuple[Fleet, dict[str
 def test_an_empty_ledger_recovers_nothing() -> None:
     core = fleet.FleetCore(fleet.FleetSettings(RUN), Recovered(Term(1)), 0.0)
     assert not core.recovering
+
+
+def test_a_ledger_older_than_what_engines_applied_keeps_it_recovering() -> None:
+    f = Fleet()
+    f.trainer()
+    state = EngineState(RUN, POLICY, EngineId("e0"), Incarnation("i1"), Life.RUNNING)
+    place = EnginePlace(EngineId("e0"), state.incarnation, "e0:1", "host", (DeviceUuid("d"),))
+    f.handle(fleet.EngineConnected(1, place, state, False, (), Term(1), Term(1), max_number=7))
+    with pytest.raises(e.CoordinatorRecovering):
+        f.begin("u1")

@@ -189,17 +189,18 @@ async def _verify(
     where: Places, crew: Crew, screen: Screen, fleet: operator_pb2.FleetView
 ) -> dict[str, verify.Comparison]:
     screen.say("verifying: the engines' greedy answers against a fresh engine's")
-    prompts = verify.fixed_prompts(verify.vocab_size(where.exported))
     version = _served(fleet)
     if version is None:
         raise CommandFailed(ExitCode.FAILED, "nothing to verify: the fleet serves no version")
-    answers: dict[str, list[verify.Answer]] = {}
-    for engine in fleet.engines:
-        name = engine.status.engine.engine_id
-        work = verify.ask_engine(EngineId(name), engine.endpoint, fleet.run_id, prompts, version)
-        answers[name] = await crew.within(verify.GENERATE_SECONDS * 2, f"{name}'s answers", work)
+    prompts = verify.fixed_prompts(verify.vocab_size(where.exported))
+    names = [EngineId(e.status.engine.engine_id) for e in fleet.engines]
+    asked = [
+        verify.ask_engine(name, e.endpoint, fleet.run_id, prompts, version)
+        for name, e in zip(names, fleet.engines, strict=True)
+    ]
+    answers = await crew.within(verify.ENGINES_SECONDS, "the engines' answers", asyncio.gather(*asked))
     reference = await verify.ask_reference(crew, where, prompts)
-    return {name: verify.compare(answer, reference) for name, answer in answers.items()}
+    return {name: verify.compare(answer, reference) for name, answer in zip(names, answers, strict=True)}
 
 
 # ---- small things -------------------------------------------------------------------------------

@@ -1,0 +1,29 @@
+"""Work that must end once it began, whoever waits for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run `work` to its end also if the caller is cancelled meanwhile; the cancellation is raised afterwards.
+
+    Unlike `asyncio.shield` it never returns while the work still runs.
+    """
+    task = asyncio.create_task(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            if task.done():
+                break
+            cancelled = error
+    if cancelled is not None:
+        task.exception()  # seen here: the caller will not ask
+        raise cancelled
+    return task.result()
