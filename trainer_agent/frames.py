@@ -10,7 +10,7 @@ import asyncio
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from controlplane.core.errors import FrameOutOfOrder, LimitExceeded, SegmentUnreadable
@@ -122,7 +122,7 @@ def inline(chunk: rank_pb2.SendChunk, reader: SegmentReader) -> Iterator[Frame]:
 
 
 def _runs(
-    records: Iterator[weight_update_pb2.TensorRecord] | list[weight_update_pb2.TensorRecord],
+    records: Iterable[weight_update_pb2.TensorRecord],
 ) -> Iterator[list[tuple[weight_update_pb2.TensorRecord, int]]]:
     """Records re-based to frames, each with the offset in the chunk that its bytes come from."""
     run: list[tuple[weight_update_pb2.TensorRecord, int]] = []

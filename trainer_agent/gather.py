@@ -35,6 +35,9 @@ PAYLOAD_BYTES = 2048
 """Bytes that each rank contributes to one exchange: a buffer handle (at most 500 bytes) and a digest fit."""
 _LENGTH_BYTES = 2
 
+_c10d: Any = dist
+"""Stores and gloo's options are public in torch.distributed, but not in its stubs."""
+
 Between = Callable[[], None]
 """Called while waiting; raises when the push has ended meanwhile."""
 
@@ -59,7 +62,7 @@ class GatherGroup:
         self.slot = slot
         self._path = store_path
         self._pending: Any = None
-        store = dist.FileStore(str(store_path), -1)
+        store = _c10d.FileStore(str(store_path), -1)
         store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
         _meet(store, slot, rank, bytes(plan.plan_digest), between)
         self._group: Any = self._connect(store, rank)
@@ -94,15 +97,15 @@ class GatherGroup:
             # gloo's destructor waits for the operation. Not a daemon: one that is cut off in it aborts the process.
             threading.Thread(target=held.clear, name="weightplane-gather-end", daemon=False).start()
 
-    def _connect(self, store: dist.Store, rank: int) -> Any:
-        options = dist.ProcessGroupGloo._Options()
+    def _connect(self, store: Any, rank: int) -> Any:
+        options = _c10d.ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=OPERATION_SECONDS)
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         options._threads = 1
         ranks = self.slot.ranks
         try:
-            prefixed = dist.PrefixStore("gather", store)
-            return dist.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), options)
+            prefixed = _c10d.PrefixStore("gather", store)
+            return _c10d.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), options)
         except RuntimeError as error:
             raise PeerLost(peer=f"a rank of the slot of {self.slot.engine_id}", cause=_first_line(error)) from error
 
@@ -157,7 +160,7 @@ def shared_slots(plan: rank_pb2.PushPlan) -> list[SlotKey]:
     return list(found.values())
 
 
-def _meet(store: dist.Store, slot: SlotKey, rank: int, digest: bytes, between: Between) -> None:
+def _meet(store: Any, slot: SlotKey, rank: int, digest: bytes, between: Between) -> None:
     store.set(f"plan/{rank}", digest.hex())
     keys = [f"plan/{r}" for r in slot.ranks]
     deadline = time.monotonic() + JOIN_SECONDS

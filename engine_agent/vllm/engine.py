@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Sequence
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -34,7 +35,8 @@ from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, expected_of, read_checkpoint, read_model_facts
 from engine_agent.vllm.install import MIXTURE, Installer
-from engine_agent.vllm.launch import EngineLog, end, in_thread, kill, launch, processes_of
+from engine_agent.vllm.launch import EngineLog, end, in_thread, launch
+from engine_agent.vllm.processes import kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
 
@@ -54,6 +56,7 @@ class VllmEngine:
         self._core_or_none: Core | None = None
         self._installer_or_none: Installer | None = None
         self._processes: list[psutil.Process] = []
+        self._segments: set[Path] = set()
         self._streams = Streams()
         self._facts: EngineFacts | None = None
         self._label = ""
@@ -76,6 +79,7 @@ class VllmEngine:
         await core.ask(llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM starts its tasks on this loop
         workers = await core.collect("weightplane_facts", limit)
         self._processes = processes_of(sorted(_pids(workers)))
+        self._segments = own_segments(self._processes)
         uuids = self._device_uuids(workers)
         config = llm.vllm_config.model_config
         expected = expected_of(tensors, model, str(config.dtype).removeprefix("torch."))
@@ -103,6 +107,7 @@ class VllmEngine:
             core.died("it was shut down", explain=False)
             await end(core.llm, self._settings.shutdown_timeout_seconds)
         await self._kill()
+        remove(self._segments)
         if self._log is not None:
             self._log.remove()
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -25,6 +25,7 @@ import psutil
 from controlplane.core.errors import EngineDied
 from engine_agent.vllm import environment
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
+from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
 
 T = TypeVar("T")
@@ -33,8 +34,6 @@ TAIL_LINES = 12
 TAIL_LINE_CHARACTERS = 300
 """Twelve such lines fit into the metadata of a gRPC error."""
 TAIL_LIMIT_BYTES = 64 * 1024
-KILL_WAIT_SECONDS = 10.0
-"""A killed process is gone within this, unless the kernel is stuck in it."""
 WAKE_SECONDS = 0.5
 
 _late: set[asyncio.Future[None]] = set()
@@ -97,7 +96,7 @@ async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
     """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then."""
     if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
         raise EngineDied(engine_id, "the weightplane package is not installed: vLLM would not find its plugin")
-    before, given_up = _descendants(), threading.Event()
+    before, given_up = descendants(), threading.Event()
     construct = partial(_construct, settings, log, given_up)
     attempt = asyncio.ensure_future(in_thread(construct, name="weightplane-vllm-start"))
     try:
@@ -121,17 +120,6 @@ def with_log(cause: str, log: EngineLog) -> str:
     return f"{cause}\nthe engine's last errors:\n{tail}" if tail else cause
 
 
-def processes_of(pids: Iterable[int]) -> list[psutil.Process]:
-    """Handles that know a process by pid and start time."""
-    found: list[psutil.Process] = []
-    for pid in pids:
-        try:
-            found.append(psutil.Process(pid))
-        except psutil.NoSuchProcess:
-            continue
-    return found
-
-
 async def end(llm: Any, limit_seconds: float) -> None:
     """vLLM's own way out: SIGTERM to the core, SIGKILL when the limit passes."""
     ending = asyncio.ensure_future(in_thread(partial(llm.shutdown, timeout=limit_seconds), name="weightplane-vllm-end"))
@@ -142,18 +130,6 @@ async def end(llm: Any, limit_seconds: float) -> None:
         wake.cancel()
         await asyncio.gather(wake, return_exceptions=True)
     ending.result()
-
-
-def kill(processes: Iterable[psutil.Process]) -> None:
-    """SIGKILL each of them and wait until it is gone. Blocks for KILL_WAIT_SECONDS at most."""
-    killed = []
-    for process in processes:
-        try:
-            process.kill()  # checks the start time first: a reused pid is left alone
-            killed.append(process)
-        except psutil.NoSuchProcess:
-            continue
-    psutil.wait_procs(killed, timeout=KILL_WAIT_SECONDS)
 
 
 async def in_thread(work: Callable[[], T], *, name: str) -> T:
@@ -197,7 +173,7 @@ async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) ->
     """End a start that failed or came too late; a constructor that waits for a killed core then returns."""
     deadline = asyncio.get_running_loop().time() + KILL_WAIT_SECONDS
     while True:
-        started = [p for p in _descendants() - before if not _is_resource_tracker(p)]
+        started = descendants() - before
         await in_thread(partial(kill, started), name="weightplane-vllm-kill")
         if attempt.done() or asyncio.get_running_loop().time() > deadline:
             break
@@ -211,15 +187,3 @@ async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) ->
 async def _discard(attempt: asyncio.Future[Any]) -> None:
     if not attempt.cancelled() and attempt.exception() is None:
         await end(attempt.result(), KILL_WAIT_SECONDS)
-
-
-def _descendants() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
-
-
-def _is_resource_tracker(process: psutil.Process) -> bool:
-    """multiprocessing's own helper, which serves this whole process and ends with it."""
-    try:
-        return any("resource_tracker" in part for part in process.cmdline())
-    except psutil.Error:
-        return True

@@ -1,0 +1,183 @@
+"""One suite for every engine: the in-memory one obeys what the real one obeys, or nothing is proven by it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from controlplane.core.errors import InstallFailed
+from controlplane.core.sampling import SamplingSettings
+from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent.engine import Engine, EngineFacts, GenerationDelta, StagedWeights
+from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from tests.support.eventually import eventually
+from tests.support.staging import stage
+from tests.support.tiny_model import make_tiny_model
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
+PROMPT = [5, 6, 7, 8, 9]
+
+
+@dataclass
+class Rig:
+    """A started engine, and weights for it."""
+
+    engine: Engine
+    facts: EngineFacts
+    states: tuple[Any, Any]
+    """Two state dicts that the engine would accept."""
+    failpoint: Path
+
+    def stage(self, which: int, label: str) -> AbstractContextManager[StagedWeights]:
+        return stage(self.states[which], label)
+
+    async def put(self, which: int, label: str) -> None:
+        await self.engine.quiesce()
+        with self.stage(which, label) as staged:
+            await self.engine.install(staged)
+        await self.engine.canary()
+        await self.engine.resume()
+
+
+@pytest_asyncio.fixture(
+    scope="module", loop_scope="module", params=["memory", pytest.param("vllm", marks=pytest.mark.real)]
+)
+async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    failpoints = tmp_path_factory.mktemp("failpoints")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(DIRECTORY_VARIABLE, str(failpoints))
+        engine, states = _memory() if request.param == "memory" else _vllm(tmp_path_factory.mktemp("model"))
+        facts = await engine.start()
+        yield Rig(engine, facts, states, failpoints / "worker.install")
+        await engine.shutdown()
+
+
+def _memory() -> tuple[Engine, tuple[Any, Any]]:
+    import torch
+
+    shapes = {"a": (64, 8), "b": (5,)}
+    states = [{n: torch.full(s, float(i)) for n, s in shapes.items()} for i in range(2)]
+    return MemoryEngine(MemorySettings(tensors=shapes, seconds_per_token=0.002), "e0"), (states[0], states[1])
+
+
+def _vllm(directory: Path) -> tuple[Engine, tuple[Any, Any]]:
+    from safetensors.torch import load_file
+
+    from engine_agent.vllm.engine import VllmEngine, VllmSettings
+
+    models = [make_tiny_model(directory / str(seed), seed) for seed in range(2)]
+    settings = VllmSettings(model=models[0], dtype="float32", max_model_len=512, kv_cache_memory_bytes=32 << 20)
+    states = [load_file(m / "model.safetensors") for m in models]
+    return VllmEngine(settings, "e0"), (states[0], states[1])
+
+
+async def collect(
+    engine: Engine, request_id: str, max_tokens: int, deltas: list[GenerationDelta] | None = None
+) -> list[GenerationDelta]:
+    sampling = SamplingSettings(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+    found = [] if deltas is None else deltas
+    async for delta in engine.generate(request_id, PROMPT, sampling):
+        found.append(delta)
+    return found
+
+
+def tokens(deltas: list[GenerationDelta]) -> list[int]:
+    return [t for d in deltas for t in d.token_ids]
+
+
+async def until(deltas: list[GenerationDelta], count: int) -> None:
+    await eventually(lambda: len(tokens(deltas)) >= count, within=30)
+
+
+async def test_facts_say_what_an_update_must_cover(rig: Rig) -> None:
+    assert set(rig.facts.expected.shapes) - rig.facts.expected.optional == set(rig.states[0])
+    assert len(rig.facts.device_uuids) == rig.facts.world_size
+    assert "staged" in rig.facts.capabilities
+
+
+async def test_what_is_installed_is_what_speaks_and_it_speaks_the_same_again(rig: Rig) -> None:
+    said = []
+    for label, which in (("11", 0), ("12", 1), ("13", 0)):
+        await rig.put(which, label)
+        deltas = await collect(rig.engine, f"r{label}", 8)
+        assert deltas[-1].engine_spans == ((label, 0, 8),)
+        assert deltas[-1].finish_reason == "length"
+        said.append(tokens(deltas))
+    assert said[0] == said[2]
+    assert said[0] != said[1]
+
+
+async def test_each_token_has_its_logprob(rig: Rig) -> None:
+    await rig.put(0, "21")
+    for delta in await collect(rig.engine, "r21", 5):
+        assert len(delta.logprobs) == len(delta.token_ids)
+        assert all(p <= 0 for p in delta.logprobs)
+
+
+async def test_nothing_is_handed_out_between_quiesce_and_resume_and_the_count_is_exact(rig: Rig) -> None:
+    await rig.put(0, "31")
+    deltas: list[GenerationDelta] = []
+    running = asyncio.create_task(collect(rig.engine, "r31", 120, deltas))
+    await until(deltas, 5)
+    live = await rig.engine.quiesce()
+    assert live.token_counts["r31"] == len(tokens(deltas))
+    await asyncio.sleep(0.05)
+    assert live.token_counts["r31"] == len(tokens(deltas))
+    assert (await rig.engine.quiesce()).token_counts == live.token_counts
+    await rig.engine.resume()
+    assert len(tokens(await running)) == 120
+
+
+async def test_inv11_a_kept_request_goes_on_under_the_new_label_from_the_quiesced_token(rig: Rig) -> None:
+    await rig.put(0, "41")
+    deltas: list[GenerationDelta] = []
+    running = asyncio.create_task(collect(rig.engine, "r41", 120, deltas))
+    await until(deltas, 5)
+    border = (await rig.engine.quiesce()).token_counts["r41"]
+    with rig.stage(1, "42") as staged:
+        report = await rig.engine.install(staged)
+    assert report.loaded_tensors > 0
+    await rig.engine.resume()
+    assert (await running)[-1].engine_spans == (("41", 0, border), ("42", border, 120))
+
+
+async def test_closing_the_iterator_aborts_the_request(rig: Rig) -> None:
+    await rig.put(0, "51")
+    deltas: list[GenerationDelta] = []
+    running = asyncio.create_task(collect(rig.engine, "r51", 300, deltas))
+    await until(deltas, 3)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert "r51" not in (await rig.engine.quiesce()).token_counts
+    await rig.engine.resume()
+
+
+async def test_inv4_a_failed_install_says_that_it_touched_and_a_full_one_heals_it(rig: Rig) -> None:
+    await rig.put(1, "61")
+    rig.failpoint.write_text("raise after=1")
+    await rig.engine.quiesce()
+    with rig.stage(0, "62") as staged, pytest.raises(InstallFailed) as failure:
+        await rig.engine.install(staged)
+    assert failure.value.touched
+    await rig.put(0, "63")
+    healed = tokens(await collect(rig.engine, "r63", 8))
+    await rig.put(0, "64")
+    assert healed == tokens(await collect(rig.engine, "r64", 8))
+
+
+async def test_a_canary_is_finite_and_repeats_itself(rig: Rig) -> None:
+    await rig.put(0, "71")
+    await rig.engine.quiesce()
+    first, second = await rig.engine.canary(), await rig.engine.canary()
+    assert first.tokens == second.tokens
+    assert first.prompt_logprobs == pytest.approx(second.prompt_logprobs, abs=1e-5)
+    await rig.engine.resume()
+    await rig.engine.probe()
