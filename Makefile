@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real bench check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -32,6 +32,9 @@ test: setup ## the tests, real engines and trainers included; without the slow o
 
 test-real: setup ## the tests that start real vLLM or real Megatron, the slow ones too
 	$(BIN)/python -m pytest -m "real or slow" $(TESTS)
+
+bench: setup ## what the control plane itself costs
+	$(BIN)/python bench/control_cost.py
 
 check: setup ## style, types, protos, generated code and import rules, in a minute
 	@$(MAKE) --no-print-directory -j2 -k --output-sync=target check-types check-style check-protos check-imports

@@ -18,15 +18,16 @@ def generate(out: Path) -> None:
     files = sorted(str(p.relative_to(PROTOS)) for p in PROTOS.rglob("*.proto"))
     command = [sys.executable, "-m", "grpc_tools.protoc", "-I", str(PROTOS)]
     command += [f"--{plugin}_out={out}" for plugin in ("python", "mypy")]
-    with_services = [f for f in files if f"\nservice " in (PROTOS / f).read_text()]
-    path = f"{Path(sys.executable).parent}"
-    environment = {"PATH": f"{path}:/usr/bin:/bin"}
-    subprocess.run([*command, *files], check=True, env=environment)
-    subprocess.run(
-        [*command[:5], f"--grpc_python_out={out}", f"--mypy_grpc_out={out}", *with_services],
-        check=True,
-        env=environment,
-    )
+    with_services = [f for f in files if "\nservice " in (PROTOS / f).read_text()]
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}  # where mypy-protobuf's plugins are
+    _protoc([*command, *files], environment)
+    _protoc([*command[:5], f"--grpc_python_out={out}", f"--mypy_grpc_out={out}", *with_services], environment)
+
+
+def _protoc(command: list[str], environment: dict[str, str]) -> None:
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(done.stderr)
 
 
 def stale(out: Path) -> list[str]:

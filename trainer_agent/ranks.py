@@ -12,6 +12,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
@@ -28,7 +29,7 @@ log = structlog.get_logger(__name__)
 MAX_UNREAD_BYTES = 1024 * 1024
 """What may wait for a rank that reads nothing: a stopped rank gets a plan and a result, never more."""
 LAST_WORDS_SECONDS = 0.2
-"""What a dead process still sent is read for so long."""
+"""What a dead process still sent is read for so long, and an end is so long not yet called a death."""
 _CREDENTIALS = struct.Struct("iii")
 
 
@@ -50,6 +51,7 @@ class RankConnection:
         self._writer = writer
         self._events = events
         self._death: int | None = None
+        self._died = asyncio.Event()
         self._cause = ""
         self.pid, self.uid = _peer(writer)
         self.join = rank_pb2.Join()
@@ -88,7 +90,7 @@ class RankConnection:
         try:
             while (request := await self._read()) is not None:
                 self._events.rank_said(self, request)
-            self._cause = self._cause or self._end_of_stream()
+            self._cause = self._cause or await self._end_of_stream()
         except (FrameInvalid, LimitExceeded, DecodeError) as error:
             self._cause = f"it sent what is no message: {error}"
         except OSError as error:
@@ -111,11 +113,14 @@ class RankConnection:
         self.left = self.left or request.HasField("leave")
         return request
 
-    def _end_of_stream(self) -> str:
+    async def _end_of_stream(self) -> str:
+        """Why it ended. The kernel closes a dying process's sockets a moment before it says that it is dead."""
         if self.left:
             return "it left"
-        ended = lifeline.start_time(self.pid) is None
-        return f"process {self.pid} ended" if ended else "it closed the connection"
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await self._died.wait()
+        return f"process {self.pid} ended" if self._died.is_set() else "it closed the connection"
 
     def _watch_process(self) -> None:
         self._death = lifeline.watch_process(self.pid)
@@ -125,6 +130,7 @@ class RankConnection:
     def _process_ended(self) -> None:
         """Its last messages may still lie in the socket: the end comes after them, or a moment later at most."""
         self._forget_process()
+        self._died.set()
         self._cause = self._cause or f"process {self.pid} ended"
         asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.drop, self._cause)
 

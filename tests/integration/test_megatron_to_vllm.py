@@ -121,7 +121,7 @@ async def _fresh(weights: Path, work: Path) -> list[dict[str, list[float]]]:
         sys.executable,
         *arguments,
         cwd=work,
-        env={k: v for k, v in os.environ.items() if not k.startswith("VLLM_")},  # the engine under test set its own here
+        env=_clean_environment(),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
@@ -129,6 +129,11 @@ async def _fresh(weights: Path, work: Path) -> list[dict[str, list[float]]]:
     assert process.returncode == 0, output.decode()[-4000:]
     answers: list[dict[str, list[float]]] = json.loads((work / "answer.json").read_text())
     return answers
+
+
+def _clean_environment() -> dict[str, str]:
+    """Without what the engine under test, which lives in this process, has set for itself."""
+    return {k: v for k, v in os.environ.items() if not k.startswith("VLLM_")}
 
 
 def _gap(one: list[dict[str, list[float]]], other: list[dict[str, list[float]]]) -> float:

@@ -105,12 +105,13 @@ async def test_a_leader_killed_between_two_chunks_ends_the_push_for_all_and_leav
 ) -> None:
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
         (failpoint / "rank.between_chunks").write_text("kill after=3")
-        victim, other = await first_to_die(await trainer.start_ranks(Script(steps=1)))
+        ranks = await trainer.start_ranks(Script(steps=1))
+        victim, other = await first_to_die(ranks)
         killed = time.monotonic()
         assert await other.code() == 0
         assert time.monotonic() - killed < 10
         assert reasons(other) == ["PEER_LOST"]
-        assert f"process {victim.process.pid} ended" in other.said("failed")[0]["text"]
+        assert f"rank {ranks.index(victim)} went away" in other.said("failed")[0]["text"]
         await eventually(lambda: segments() == [])
         assert await fleet.applied("e0") is None
         again = await trainer.start_ranks(Script(steps=1), WEIGHTPLANE_RESTART_COUNT="1")

@@ -256,7 +256,7 @@ async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet
     view = await fleet.engine("e0")
     stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
     fence = {"run_id": "test-run", "engine": view.status.engine, "owner": "me"}
-    await stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence))  # type: ignore[arg-type, misc]
+    await stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence))  # type: ignore[arg-type]
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     status = await fleet.status("e0")
     assert (status.applied.number, status.word, status.gate_open) == (1, "held", False)
@@ -266,7 +266,7 @@ async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet
         return (await fleet.status("e0")).live_requests == 0 and not waiting.done()
 
     await eventually(one_waits)
-    await stub.ResumeGeneration(lifecycle_pb2.ResumeGenerationRequest(**fence))  # type: ignore[arg-type, misc]
+    await stub.ResumeGeneration(lifecycle_pb2.ResumeGenerationRequest(**fence))  # type: ignore[arg-type]
     assert (await waiting)[1] == [(1, 0, 3)]
 
 

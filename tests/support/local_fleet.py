@@ -113,7 +113,11 @@ class Stream:
         )
 
     async def commit(self, weights: Weights, **changed: Any) -> None:
-        values = {"chunk_count": 2, "byte_count": LAYOUT.byte_count, "content_digest": weights.digest} | changed
+        values: dict[str, Any] = {
+            "chunk_count": 2,
+            "byte_count": LAYOUT.byte_count,
+            "content_digest": weights.digest,
+        } | changed
         await self.send(commit=weight_update_pb2.Commit(version=self.version, **values))
 
     async def until_ready(self, weights: Weights) -> None:

@@ -45,6 +45,9 @@ def _reason(cls: type[WeightplaneError]) -> str:
     return cls.reason
 
 
+CLASSES: list[type[WeightplaneError]] = sorted(STATUS, key=_reason)  # type: ignore[arg-type]
+
+
 def frames(message: Descriptor) -> list[Descriptor]:
     return [f.message_type for f in message.oneofs_by_name["frame"].fields if f.message_type is not None]
 
@@ -149,7 +152,7 @@ def test_each_error_has_exactly_one_status_and_one_reason_of_its_own() -> None:
     assert len({c.reason for c in mapped}) == len(mapped)
 
 
-@pytest.mark.parametrize("cls", sorted(STATUS, key=_reason), ids=_reason)
+@pytest.mark.parametrize("cls", CLASSES, ids=_reason)
 def test_an_error_survives_the_wire(cls: type[WeightplaneError]) -> None:
     samples = {"int": 3, "float": 2.5, "bool": True, "str": "x", "list[str]": ["p", "q"], "tuple[int, ...]": (2, 3)}
     error = cls(**{f.name: samples[str(f.type)] for f in dataclasses.fields(cls)})

@@ -198,9 +198,12 @@ async def _verify(
         verify.ask_engine(name, e.endpoint, fleet.run_id, prompts, version)
         for name, e in zip(names, fleet.engines, strict=True)
     ]
-    answers = await crew.within(verify.ENGINES_SECONDS, "the engines' answers", asyncio.gather(*asked))
-    reference = await verify.ask_reference(crew, where, prompts)
-    return {name: verify.compare(answer, reference) for name, answer in zip(names, answers, strict=True)}
+    fresh = await verify.start_reference(crew, where, prompts)
+    answers = asyncio.gather(fresh.process.wait(), asyncio.gather(*asked))
+    _, engines = await crew.within(verify.LIMIT_SECONDS, "the engines' answers", answers, may_end=fresh)
+    await crew.stop(fresh)
+    reference = verify.reference_answers(fresh, where)
+    return {name: verify.compare(answer, reference) for name, answer in zip(names, engines, strict=True)}
 
 
 # ---- small things -------------------------------------------------------------------------------

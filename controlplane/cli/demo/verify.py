@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from controlplane.cli.demo.crew import Crew, died
+from controlplane.cli.demo.crew import Child, Crew, died
 from controlplane.cli.demo.places import Places
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, WeightVersion
@@ -37,8 +37,8 @@ PROMPT_STEP = 7
 MAX_TOKENS = 24
 WAIT_SECONDS = 30.0
 GENERATE_SECONDS = 120.0
-ENGINES_SECONDS = 300.0
-REFERENCE_SECONDS = 240.0
+LIMIT_SECONDS = 300.0
+"""For all answers, those of the fresh engine, which has to start, included."""
 MAX_MODEL_LEN = 256
 KV_CACHE_BYTES = 64 << 20
 
@@ -113,23 +113,27 @@ async def _ask(
     return assembly.finish()
 
 
-async def ask_reference(crew: Crew, places: Places, prompts: Sequence[Sequence[int]]) -> list[Answer]:
-    """A fresh engine's answers, from the weights that the trainer exported.
-
-    Raises:
-        CommandFailed: the fresh engine could not answer.
-    """
-    request, answer = places.work / "verify-request.json", places.work / "verify-answer.json"
-    fields = {"prompts": prompts, "max_tokens": MAX_TOKENS, "dtype": "float32"}
-    limits = {"max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": KV_CACHE_BYTES}
-    request.write_text(json.dumps(fields | limits))
+async def start_reference(crew: Crew, places: Places, prompts: Sequence[Sequence[int]]) -> Child:
+    """A fresh engine that loads the weights which the trainer exported, answers, and ends."""
+    request = {
+        "prompts": prompts,
+        "max_tokens": MAX_TOKENS,
+        "dtype": "float32",
+        "max_model_len": MAX_MODEL_LEN,
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+    }
+    files = [places.exported, places.work / "verify-request.json", places.work / "verify-answer.json"]
+    files[1].write_text(json.dumps(request))
     module = [sys.executable, "-m", "controlplane.cli.demo.reference"]
-    child = await crew.start("reference", [*module, str(places.exported), str(request), str(answer)])
-    await crew.within(REFERENCE_SECONDS, "the fresh engine's answers", child.process.wait(), may_end=child)
+    return await crew.start("reference", [*module, *map(str, files)])
+
+
+def reference_answers(child: Child, places: Places) -> list[Answer]:
+    """What it wrote, once it has ended. Raises CommandFailed if it did not end well."""
     if child.process.returncode != 0:
         raise died(child)
-    await crew.stop(child)
-    return [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in json.loads(answer.read_text())]
+    answers = json.loads((places.work / "verify-answer.json").read_text())
+    return [Answer(tuple(a["tokens"]), tuple(a["logprobs"])) for a in answers]
 
 
 def compare(engine: Sequence[Answer], reference: Sequence[Answer]) -> Comparison:
