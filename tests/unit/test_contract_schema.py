@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
 from controlplane.core.errors import FrameInvalid, WeightplaneError, error_classes
 from controlplane.rpc.errors import STATUS, from_metadata
@@ -45,7 +46,7 @@ def _reason(cls: type[WeightplaneError]) -> str:
     return cls.reason
 
 
-CLASSES: list[type[WeightplaneError]] = sorted(STATUS, key=_reason)  # type: ignore[arg-type]
+CLASSES: list[type[WeightplaneError]] = sorted(STATUS, key=_reason)
 
 
 def frames(message: Descriptor) -> list[Descriptor]:
@@ -135,9 +136,9 @@ def test_an_open_frame_is_below_16_kib() -> None:
         (engine_pb2.Hold(kind=77), "kind"),  # type: ignore[arg-type]
     ],
 )
-def test_a_broken_rule_is_named_by_its_field(message: object, field: str) -> None:
+def test_a_broken_rule_is_named_by_its_field(message: Message, field: str) -> None:
     with pytest.raises(FrameInvalid) as refusal:
-        validate(message)  # type: ignore[arg-type]
+        validate(message)
     assert refusal.value.field == field
 
 
