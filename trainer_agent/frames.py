@@ -15,12 +15,12 @@ from pathlib import Path
 
 from controlplane.core.errors import FrameOutOfOrder, LimitExceeded, SegmentUnreadable
 from controlplane.devices import SHARED_MEMORY
+from trainer_agent.chunking import MAX_RECORDS
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import layout_pb2, weight_update_pb2
 
 INLINE_BYTES = 1024 * 1024
 """Payload of one inline frame: the contract's limit, and bigger ones were not faster."""
-MAX_RECORDS = 4096
 MAX_CHUNKS = 1_000_000
 """Chunks of one push; 64 TiB in the default size. They wait here as announced, since a stream may begin anew."""
 _SEGMENT = re.compile(r"weightplane-[A-Za-z0-9._-]+")

@@ -89,6 +89,13 @@ def update_failed(state: fleet_pb2.UpdateState, cause: str, errors: dict[str, We
     )
 
 
+def late(state: fleet_pb2.UpdateState, waiting: list[str], seconds: float) -> DeadlineExceeded:
+    """The ranks' limit came first; `waiting` are the engines that were not ready."""
+    phase = fleet_pb2.UpdatePhase.Name(state.phase).removeprefix("UPDATE_PHASE_").lower()
+    waited_for = ", ".join(waiting or ["the coordinator's decision"])
+    return DeadlineExceeded(phase=f"push ({phase})", waited_for=waited_for, waited_seconds=round(seconds, 1))
+
+
 def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
     """Engines that will not answer any more, by the coordinator's word."""
     return {e.engine.engine_id for e in state.engines if e.lost}

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import structlog
 
 from controlplane.core.errors import (
-    DeadlineExceeded,
     PeerLost,
     SlotMismatch,
     StaleTerm,
@@ -198,7 +197,8 @@ class Push:
             if not decision.done() and watch.commits:
                 await asyncio.wait({decision}, timeout=self._left() + DECIDE_SECONDS)
             if not decision.done():
-                raise trouble.result() if trouble.done() else self._late(watch)
+                waiting = [s.engine_id for s in self._streams if not s.ready]
+                raise trouble.result() if trouble.done() else outcome.late(watch.state, waiting, _now() - self._started)
         finally:
             decision.cancel()
             trouble.cancel()
@@ -264,13 +264,6 @@ class Push:
 
     def _errors(self) -> dict[str, WeightplaneError]:
         return {s.engine_id: s.error for s in self._streams if s.error is not None}
-
-    def _late(self, watch: UpdateWatch) -> DeadlineExceeded:
-        waiting = [s.engine_id for s in self._streams if not s.ready] or ["the coordinator's decision"]
-        phase = fleet_pb2.UpdatePhase.Name(watch.state.phase).removeprefix("UPDATE_PHASE_").lower()
-        return DeadlineExceeded(
-            phase=f"push ({phase})", waited_for=", ".join(waiting), waited_seconds=round(_now() - self._started, 1)
-        )
 
     def _log_each(self, rank: int, engine_ids: Sequence[str], act: Callable[[ChunkLog], None]) -> None:
         try:

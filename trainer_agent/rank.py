@@ -18,7 +18,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 
@@ -26,21 +25,21 @@ import structlog
 
 from controlplane.core.errors import PeerLost, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
-from controlplane.core.versions import WeightVersion
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
-from controlplane.rpc.codec import layout_to_parts, version_from_proto
+from controlplane.rpc.codec import layout_to_parts
 from trainer_agent import lifeline, wire
 from trainer_agent.devices import current_device
 from trainer_agent.exporter import layout_of
 from trainer_agent.feed import Feed, PushEnded, drain
 from trainer_agent.gather import GatherGroups
 from trainer_agent.link import Patience, RankLink
+from trainer_agent.report import PushReport, report_of
 from trainer_agent.segments import SegmentPool
 from trainer_agent.source import WeightSource
 from trainer_agent.spawn import RankPlace, Sidecar, find_agent
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
+from weightplane.v1 import weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -52,22 +51,6 @@ SEND_SECONDS = 5.0
 """Longest that a few bytes to the agent may take; it reads always."""
 MAX_CAUSE_LENGTH = 4096
 """Of an exception's text on its way to the other ranks."""
-
-_STATUS = {fleet_pb2.UPDATE_PHASE_COMMITTED: "COMMITTED", fleet_pb2.UPDATE_PHASE_DEGRADED: "DEGRADED"}
-
-
-@dataclass(frozen=True, slots=True)
-class PushReport:
-    """A push that the fleet committed."""
-
-    version: WeightVersion
-    step: int
-    status: str
-    """COMMITTED, or DEGRADED: not every required engine holds it."""
-    outcomes: dict[str, str] = field(default_factory=dict)
-    """What became of each engine, by its own report (INV-9): APPLIED, LOST, or another stage and its reason."""
-    seconds: float = 0.0
-    """From the call to the decision, repeats included."""
 
 
 class TrainerRank:
@@ -148,7 +131,7 @@ class TrainerRank:
             while True:
                 result = self._attempt(step, patience)
                 if not result.retry:
-                    return _report(result, step, time.monotonic() - started)
+                    return report_of(result, step, time.monotonic() - started)
                 log.warning("push_repeated", step=step, reason=result.error_reason, cause=result.error_message)
         finally:
             with suppress(WeightplaneError):
@@ -283,22 +266,6 @@ def _connect(socket: Path, sidecar: Sidecar | None, patience: Patience) -> RankL
 def _whole(result: rank_pb2.PushResult) -> bool:
     """Whether every rank is still there to take part in an iteration."""
     return result.retry or result.error_reason != PeerLost.reason
-
-
-def _report(result: rank_pb2.PushResult, step: int, seconds: float) -> PushReport:
-    """Raises the error that the result names, if it does."""
-    state = result.state
-    if result.error_reason:
-        raise wire.typed_error(result.error_reason, result.error_metadata, result.error_message)
-    outcomes = {e.engine.engine_id: _outcome(e) for e in state.engines}
-    return PushReport(version_from_proto(state.version), step, _STATUS[state.phase], outcomes, seconds)
-
-
-def _outcome(engine: fleet_pb2.EngineOutcome) -> str:
-    if engine.lost:
-        return "LOST"
-    stage = engine_pb2.UpdateStage.Name(engine.stage).removeprefix("UPDATE_STAGE_")
-    return f"{stage}: {engine.error_reason}" if engine.error_reason else stage
 
 
 def _local_part(part: weight_update_pb2.LayoutPart) -> rank_pb2.LayoutPartMessage:

@@ -75,11 +75,10 @@ class VllmEngine:
         llm = await launch(self._settings, self._engine_id, self._log)
         core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
         self._streams.attach(llm)
-        limit = self._settings.call_timeout_seconds
-        await core.ask(llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM starts its tasks on this loop
-        workers = await core.collect("weightplane_facts", limit)
-        self._processes = processes_of(sorted(_pids(workers)))
-        self._segments = own_segments(self._processes)
+        try:
+            workers = await self._meet_workers(core)
+        except DeadlineExceeded as e:
+            raise core.died(str(e)) from e
         uuids = self._device_uuids(workers)
         config = llm.vllm_config.model_config
         expected = expected_of(tensors, model, str(config.dtype).removeprefix("torch."))
@@ -186,6 +185,14 @@ class VllmEngine:
         if self._facts is None:
             raise EngineNotReady(self._engine_id, "it is not started")
         return self._facts
+
+    async def _meet_workers(self, core: Core) -> list[dict[str, Any]]:
+        limit = self._settings.call_timeout_seconds
+        await core.ask(core.llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM's tasks begin on this loop
+        workers = await core.collect("weightplane_facts", limit)
+        self._processes = processes_of(sorted(_pids(workers)))
+        self._segments = own_segments(self._processes)
+        return workers
 
     async def _drained(self) -> None:
         while not self._streams.drained:  # noqa: ASYNC110 - vLLM's queues have no event for it

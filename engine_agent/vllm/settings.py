@@ -56,8 +56,8 @@ class VllmSettings:
     install_timeout_seconds: float = 120.0
     """A whole install. Past it the outcome is unknown and the engine's processes are killed (INV-4)."""
     canary_timeout_seconds: float = 60.0
-    shutdown_timeout_seconds: float = 10.0
-    """For the engine's own way out, before its processes are killed."""
+    shutdown_timeout_seconds: float = 5.0
+    """For the engine's own way out, before its processes are killed. An engine has nothing that a kill would lose."""
     log_level: str = "INFO"
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More fields of vLLM's AsyncEngineArgs, passed through; see OWN_ARGUMENTS for those that may not be set."""
@@ -66,10 +66,15 @@ class VllmSettings:
         taken = OWN_ARGUMENTS & self.vllm_arguments.keys()
         if taken:
             raise ValueError(f"vllm_arguments may not set {', '.join(sorted(taken))}")
-        if self.device_uuids and len(set(self.device_uuids)) != self.tensor_parallel_size:
-            raise ValueError(f"device_uuids must name {self.tensor_parallel_size} different devices")
+        if self.device_uuids and not len(self.device_uuids) == len(set(self.device_uuids)) == self.world_size:
+            raise ValueError(f"device_uuids must name {self.world_size} different devices")
         if self.cpu_threads < 1 or self.max_num_seqs < 1:
             raise ValueError("cpu_threads and max_num_seqs are at least 1")
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes."""
+        return self.tensor_parallel_size * int(self.vllm_arguments.get("pipeline_parallel_size", 1))
 
 
 def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:

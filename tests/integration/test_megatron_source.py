@@ -90,13 +90,13 @@ def run_job(world: int, models: Path, out: Path, cases: Sequence[Case], *extra: 
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
-    names = ["shim", *[case.name for case in cases]] + (["leave-early"] if extra else [])
+    names = ["shim", *[case.name for case in cases]] + (["misfits", "leave-early"] if extra else [])
     return {n: [json.loads((out / f"{n}.rank{r}.json").read_text()) for r in range(world)] for n in names}
 
 
 @pytest.fixture(scope="module")
 def facts(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    return run_job(2, models, tmp_path_factory.mktemp("two") / "out", CASES, "--leave-early")
+    return run_job(2, models, tmp_path_factory.mktemp("two") / "out", CASES, "--misfits")
 
 
 @pytest.fixture(scope="module")
@@ -166,6 +166,16 @@ def test_training_does_not_depend_on_how_the_model_is_split(case: Case, facts: F
 def test_outside_of_megatron_there_is_still_no_cuda(facts: Facts) -> None:
     for rank in facts["shim"]:
         assert rank == {"installs_again": True, "device_refused": True, "tensor_refused": True, "factory_refused": True}
+
+
+def test_a_model_that_is_not_its_config_is_refused_by_every_rank_alike(facts: Facts) -> None:
+    first, second = facts["misfits"]
+    assert first == second
+    assert first["fits"] is None
+    assert "decoder.layers.4.mlp.linear_fc1.weight is on no stage" in first["layers"]
+    assert "decoder.layers.3.mlp.linear_fc1.weight has no mapping" in first["fewer_layers"]
+    assert "the config declares (192, 64)" in first["ffn"]
+    assert "minus one" in first["norms"]
 
 
 def test_a_peer_that_leaves_ends_the_gathering_within_its_deadline(facts: Facts) -> None:

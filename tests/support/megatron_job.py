@@ -49,7 +49,7 @@ def main() -> None:
     arguments.add_argument("--models", type=Path, required=True)
     arguments.add_argument("--out", type=Path, required=True)
     arguments.add_argument("--cases", required=True)
-    arguments.add_argument("--leave-early", action="store_true", help="the last rank leaves an iteration half-way")
+    arguments.add_argument("--misfits", action="store_true", help="also do what must be refused or must fail")
     given = arguments.parse_args()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     _start(given.rendezvous, rank, world)
@@ -58,7 +58,9 @@ def main() -> None:
         facts = run_case(case, given.models / case.model)
         (given.out / f"{case.name}.rank{rank}.json").write_text(json.dumps(facts))
     (given.out / f"shim.rank{rank}.json").write_text(json.dumps(shim_facts()))
-    if given.leave_early:
+    if given.misfits:
+        facts = misfit_facts(given.models / case.model)
+        (given.out / f"misfits.rank{rank}.json").write_text(json.dumps(facts))
         facts = leave_early(given.models / case.model, last=rank == world - 1)
         (given.out / f"leave-early.rank{rank}.json").write_text(json.dumps(facts))
         _await_file(given.out / "leave-early.rank0.json")
@@ -197,6 +199,33 @@ def _error_against_transformers(learner: Any, batch: Any, source: Any, model_dir
     theirs = logprobs.gather(-1, batch.labels[..., None])[..., 0]
     replica = parallel_state.get_data_parallel_rank()
     return float((mine - theirs[len(mine) * replica : len(mine) * (replica + 1)]).abs().max())
+
+
+def misfit_facts(model_dir: Path) -> dict[str, str | None]:
+    """What a source says whose model is not what its config says."""
+    from trainer_agent.megatron.families import UnsupportedModel, read_config
+    from trainer_agent.megatron.parameters import unwrap
+    from trainer_agent.megatron.source import MegatronSource
+
+    (model,) = _bare(Case("", pipeline_parallel=2), model_dir)
+    config = read_config(model_dir)
+
+    def refusal(**changes: object) -> str | None:
+        try:
+            MegatronSource(model, config | changes)
+        except UnsupportedModel as error:
+            return str(error)
+        return None
+
+    facts = {
+        "fits": refusal(),
+        "layers": refusal(num_hidden_layers=config["num_hidden_layers"] + 1),
+        "fewer_layers": refusal(num_hidden_layers=config["num_hidden_layers"] - 1),
+        "ffn": refusal(intermediate_size=2 * config["intermediate_size"]),
+    }
+    # On the last stage only: all the same, every stage has to refuse.
+    unwrap(model).config.layernorm_zero_centered_gamma = model.post_process
+    return facts | {"norms": refusal()}
 
 
 def leave_early(model_dir: Path, *, last: bool) -> dict[str, Any]:

@@ -84,6 +84,7 @@ def test_arguments_that_the_contract_rests_on_cannot_be_set(name: str) -> None:
     [
         {"device_uuids": ("a",), "tensor_parallel_size": 2},
         {"device_uuids": ("a", "a"), "tensor_parallel_size": 2},
+        {"device_uuids": ("a", "b"), "tensor_parallel_size": 2, "vllm_arguments": {"pipeline_parallel_size": 2}},
         {"cpu_threads": 0},
         {"max_num_seqs": 0},
     ],

@@ -47,18 +47,17 @@ class Child:
 
 
 class Crew:
-    """Every process of one demo. `mark` is unique to it."""
+    """Every process of one demo. `mark` is unique to it; `environment` is added to the demo's own for all of them."""
 
-    def __init__(self, logs: Path, mark: str) -> None:
+    def __init__(self, logs: Path, mark: str, environment: Mapping[str, str]) -> None:
         self._logs = logs
         self._mark = mark
+        self._environment = dict(environment) | {MARK_VARIABLE: mark}
         self._children: list[Child] = []
         self.hurry = False
         """Set at a second Ctrl-C: from then on nobody is asked, everybody is killed."""
 
-    async def start(
-        self, name: str, words: Iterable[str], environment: Mapping[str, str] | None = None, *, command: str = ""
-    ) -> Child:
+    async def start(self, name: str, words: Iterable[str], *, command: str = "") -> Child:
         """Start a process whose output goes to `logs/NAME.log`."""
         log = self._logs / f"{name}.log"
         with log.open("wb") as output:
@@ -68,17 +67,17 @@ class Crew:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
-                env=os.environ | dict(environment or {}) | {MARK_VARIABLE: self._mark},
+                env=os.environ | self._environment,
             )
         child = Child(name, command or name, process, log)
         self._children.append(child)
         return child
 
-    async def weightplane(self, name: str, *words: str, environment: Mapping[str, str] | None = None) -> Child:
+    async def weightplane(self, name: str, *words: str) -> Child:
         """Start a daemon of ours that ends when the demo does, however that comes about."""
         command, *rest = words
         own = [sys.executable, "-m", "controlplane.cli.main", command, "--die-with-parent", str(os.getpid())]
-        return await self.start(name, [*own, *rest], environment, command=command)
+        return await self.start(name, [*own, *rest], command=command)
 
     async def within(self, seconds: float, what: str, work: Awaitable[T], *, may_end: Child | None = None) -> T:
         """The result of `work`.

@@ -97,7 +97,7 @@ def _training_options(places: Places, settings: DemoSettings, model: Path) -> li
 async def _start(crew: Crew, places: Places, name: str, command: str, config: Mapping[str, Any], *rest: str) -> Child:
     file = places.work / f"{name}.toml"
     file.write_text(_toml(config))
-    return await crew.weightplane(name, command, "--config", str(file), *rest, environment=environment(places))
+    return await crew.weightplane(name, command, "--config", str(file), *rest)
 
 
 def _toml(config: Mapping[str, Any]) -> str:

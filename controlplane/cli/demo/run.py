@@ -58,7 +58,7 @@ async def _interruptible(settings: DemoSettings) -> int:
     console = Console(stderr=settings.as_json)
     loop = asyncio.get_running_loop()
     with places(settings.keep, mark) as where:
-        crew = Crew(where.logs, mark)
+        crew = Crew(where.logs, mark, parts.environment(where))
         demo = asyncio.create_task(_demo(settings, where, crew, console, mark))
 
         def interrupt() -> None:
@@ -137,7 +137,7 @@ async def _fetch_model(settings: DemoSettings, where: Places, crew: Crew) -> Pat
     path_file = where.work / "model.path"
     arguments = [settings.model.value, str(settings.cache_dir), str(settings.seed), str(path_file)]
     command = [sys.executable, "-m", "controlplane.cli.demo.fetch_model", *arguments]
-    child = await crew.start("fetch-model", command, parts.environment(where))
+    child = await crew.start("fetch-model", command)
     await crew.within(FETCH_SECONDS, "the model", child.process.wait(), may_end=child)
     if child.process.returncode != 0:
         raise died(child)
