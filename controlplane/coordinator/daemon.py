@@ -25,7 +25,8 @@ from controlplane.core.plan import Transport
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
-from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
+from controlplane.rpc.metrics import serve_metrics
+from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -56,6 +57,8 @@ class CoordinatorSettings:
     """Longest time from go to the last required outcome."""
     transport: str = "auto"
     """auto, shared_memory or inline: how bytes reach engines."""
+    metrics_listen: str = ""
+    """Address that answers GET /metrics; empty: none does."""
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
 
@@ -70,10 +73,11 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
         hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
         server = await start_server(settings.listen, _services(hub))
+        serve_metrics(settings.metrics_listen)
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
-    except PortUnavailable as error:
+    except OSError as error:
         log.error("port_unavailable", cause=str(error))
         await loop.run_in_executor(writer, ledger.close)
         return ExitCode.PORT_IN_USE

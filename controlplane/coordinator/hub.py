@@ -34,6 +34,7 @@ from controlplane.core.versions import ModelName, RunId, Term, UpdateId
 from controlplane.ledger import Ledger
 from controlplane.rpc.codec import seconds_to_proto
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.metrics import APPLIED_NUMBER, SERVED_NUMBER
 from controlplane.rpc.tasks import to_the_end
 from weightplane.v1 import fleet_pb2, operator_pb2
 
@@ -174,6 +175,10 @@ class Hub:
 
     def _publish_views(self) -> None:
         self.view.set(self._view())
+        for name, record in self.core.models.items():
+            SERVED_NUMBER.labels(name).set(max((v.number for v in record.served), default=-1))
+        for engine_id, engine in self.core.engines.items():
+            APPLIED_NUMBER.labels(engine_id).set(-1 if engine.state.applied is None else engine.state.applied.number)
         for model, topic in self._routes.items():
             new = views.routes(self.core, model, topic.value.revision + 1)
             if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):

@@ -23,6 +23,7 @@ from grpc_reflection.v1alpha import reflection
 from controlplane.core.errors import WeightplaneError
 from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.errors import to_status
+from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
 from controlplane.rpc.validation import validate
 
 log = structlog.get_logger(__name__)
@@ -146,10 +147,12 @@ def _stream_response(inner: Any, check: Callable[[Any], Any], method: str) -> An
 async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
     """Ends the call with the error's status. CancelledError never comes here: it is no Exception."""
     if isinstance(error, WeightplaneError):
+        REFUSALS.labels(method, error.reason).inc()
         log.info("call_refused", method=method, reason=error.reason, text=str(error))
         await context.abort_with_status(to_status(error))
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    INTERNAL_ERRORS.labels(method).inc()
     error_id = uuid.uuid4().hex[:12]
     log.error("call_failed", method=method, error_id=error_id, exc_info=error)
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the log has its cause")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import grpc
 import pytest
@@ -327,3 +329,28 @@ async def test_inv12_inline_chunks_are_released_as_they_are_copied(fleet: LocalF
         await stream.chunk(weights, index, [index])
         assert (await stream.read()).chunk_released.index == index
     assert (await stream.read()).WhichOneof("frame") == "ready"
+
+
+async def test_metrics_name_what_is_served_and_what_was_refused(tmp_path: Path) -> None:
+    port = free_port()
+    fleet = LocalFleet(tmp_path)
+    try:
+        await fleet.start_coordinator(metrics_listen=f"127.0.0.1:{port}")
+        fleet.start_engine("e0")
+        await fleet.wait_for_engines(1)
+        await fleet.take_lease()
+        await fleet.push(Weights())
+        with pytest.raises(grpc.aio.AioRpcError):
+            await fleet.decided("no-such-update")
+        text = await asyncio.to_thread(lambda: urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode())
+    finally:
+        await fleet.close()
+    assert 'weightplane_model_served_number{model="policy"} 1.0' in text
+    assert 'weightplane_engine_applied_number{engine="e0"} 1.0' in text
+    assert 'reason="UNKNOWN_UPDATE"} 1.0' in text
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
