@@ -56,7 +56,7 @@ def demo(
         keep=keep,
         seed=seed,
         listen=listen,
-        cache_dir=cache or default_cache_dir(),
+        cache_dir=(cache or default_cache_dir()).absolute(),
         limit_seconds=limit_seconds,
     )
     return run_demo(settings)
