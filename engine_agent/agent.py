@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import structlog
 
-from controlplane.core import engine_core as core
+from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
@@ -154,7 +154,7 @@ class _Agent:
                     log.error("engine_died", cause=cause)
                     return None
                 if self._signalled.done():
-                    life.apply(core.Stopping())
+                    life.apply(events.Stopping())
                     await session.leave("the agent stops")
                     return ExitCode.OK
                 running.result()

@@ -14,6 +14,7 @@ import structlog
 
 from controlplane import failpoints
 from controlplane.core import engine_core as core
+from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, Life, Poisoned, Timings
 from controlplane.core.errors import (
     CanaryFailed,
@@ -77,14 +78,14 @@ class EngineLife:
     async def start(self) -> None:
         """Start the engine. Raises EngineDied."""
         self.facts = await self.engine.start()
-        self.apply(core.Started(self.facts.expected))
+        self.apply(events.Started(self.facts.expected))
         self._spawn(self._keep_gate())
 
     async def end(self, cause: str) -> None:
         """The engine is gone or must go; nothing of this incarnation is left afterwards."""
         if not self.died.done():
             self.died.set_result(cause)
-        self.apply(core.Died(cause))
+        self.apply(events.Died(cause))
         self.requests.fail_all(EngineDied(engine_id=self.core.state.engine_id, cause=cause))
         for task in self._tasks:
             task.cancel()
@@ -99,20 +100,20 @@ class EngineLife:
 
     # ---- events ----
 
-    def apply(self, event: core.Event) -> list[core.Effect]:
+    def apply(self, event: events.Event) -> list[events.Effect]:
         """Decide an event and carry out what is not the caller's own to do. Raises the core's refusals."""
         effects = self.core.handle(event, time.monotonic())
         for effect in effects:
             match effect:
-                case core.Remember(term, coordinator_term, number):
+                case events.Remember(term, coordinator_term, number):
                     self._memory.save(Remembered(term, coordinator_term, number))
-                case core.EndStream(stream, error):
+                case events.EndStream(stream, error):
                     self._end_stream(stream, error)
-                case core.DropStaged(stream):
+                case events.DropStaged(stream):
                     self.drop(stream)
-                case core.InstallDecided(update_id, error):
+                case events.InstallDecided(update_id, error):
                     self._decide(update_id, error)
-                case core.Report():
+                case events.Report():
                     self.state.set(self.core.state)
                 case _:
                     pass  # Accept, Verify, SendReady, StartInstall: the stream that caused them answers
@@ -120,11 +121,11 @@ class EngineLife:
 
     def _count(self) -> None:
         """Rides along with the next report; a report for each request would be too many."""
-        self.apply(core.RequestsCounted(len(self.requests), self.waiting))
+        self.apply(events.RequestsCounted(len(self.requests), self.waiting))
 
     def _disagree(self, cause: str) -> None:
         log.error("spans_disagree", cause=cause)
-        self.apply(core.SpansDisagreed(cause))
+        self.apply(events.SpansDisagreed(cause))
 
     # ---- streams ----
 
@@ -138,7 +139,7 @@ class EngineLife:
     def end_stream(self, stream: int, cause: str, reason: str) -> None:
         """The stream is over, however it ended (INV-3)."""
         self._stream_errors.pop(stream, None)
-        self.apply(core.StreamEnded(stream, cause, reason))
+        self.apply(events.StreamEnded(stream, cause, reason))
 
     def _end_stream(self, stream: int, error: WeightplaneError) -> None:
         future = self._stream_errors.get(stream)
@@ -155,7 +156,7 @@ class EngineLife:
 
     # ---- installs ----
 
-    def start_install(self, effect: core.StartInstall) -> None:
+    def start_install(self, effect: events.StartInstall) -> None:
         """From here on the agent owns the update: the stream may die (INV-4, INV-6)."""
         self._outcome(effect.update.update_id)
         self._spawn(self._install(effect.stream, effect.update))
@@ -180,7 +181,7 @@ class EngineLife:
         for old in list(self._applied)[:-MAX_OUTCOMES]:
             del self._applied[old]
 
-    async def _install(self, stream: int, update: core.Update) -> None:
+    async def _install(self, stream: int, update: events.Update) -> None:
         async with self._lock:
             try:
                 await self._install_locked(stream, update)
@@ -196,14 +197,14 @@ class EngineLife:
             finally:
                 self.drop(stream)
 
-    async def _install_locked(self, stream: int, update: core.Update) -> None:
+    async def _install_locked(self, stream: int, update: events.Update) -> None:
         failpoints.hit("engine.before_install")
         began = time.monotonic()
         await self._stop_scheduler()
         await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
         quiesced = time.monotonic()
         staged = self._receivers[stream].staged(update.version.label)
-        self.apply(core.Quiesced())  # INV-1: unset from here on
+        self.apply(events.Quiesced())  # INV-1: unset from here on
         failpoints.hit("engine.mid_install")
         report = await self.engine.install(staged)
         installed = time.monotonic()
@@ -216,23 +217,23 @@ class EngineLife:
         )
         failpoints.hit("engine.after_install")
         self._applied[update.update_id] = Applied(report, canary, timings, update.content_digest)
-        self.apply(core.CanaryPassed(timings))
+        self.apply(events.CanaryPassed(timings))
         log.info("weights_applied", version=update.version.number, update_id=update.update_id, timings=str(timings))
 
-    def _before_first_byte(self, update: core.Update) -> bool:
+    def _before_first_byte(self, update: events.Update) -> bool:
         return self.core.state.weights == update.held_before
 
     def _refused(self, error: WeightplaneError, *, touched: bool) -> None:
         """INV-4: nothing is resumed here; the gate opens only if the weights are whole and served."""
         log.error("install_failed", reason=error.reason, text=str(error), touched=touched)
-        self.apply(core.InstallEnded(error, touched))
+        self.apply(events.InstallEnded(error, touched))
         if touched:
             self.requests.abort_all()
 
     async def _lost_in_install(self, error: WeightplaneError) -> None:
         """An unknown outcome: the processes go, and a new incarnation takes their place."""
         log.error("install_lost", reason=error.reason, text=str(error))
-        self.apply(core.InstallEnded(error, touched=True))
+        self.apply(events.InstallEnded(error, touched=True))
         self.requests.abort_all()
         if not self.died.done():
             self.died.set_result(str(error))

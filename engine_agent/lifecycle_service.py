@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Any
 
-from controlplane.core import engine_core as core
+from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind
 from controlplane.core.errors import WrongIncarnation, WrongRun
 from controlplane.rpc.engine_codec import state_to_proto
@@ -28,14 +28,14 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         self, request: lifecycle_pb2.PauseGenerationRequest, context: Any
     ) -> lifecycle_pb2.PauseGenerationResponse:
         life = self._fenced(request)
-        life.apply(core.HoldChanged(Hold(HoldKind.OPERATOR, request.owner), present=True))
+        life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, request.owner), present=True))
         return lifecycle_pb2.PauseGenerationResponse(status=status_of(life))
 
     async def ResumeGeneration(
         self, request: lifecycle_pb2.ResumeGenerationRequest, context: Any
     ) -> lifecycle_pb2.ResumeGenerationResponse:
         life = self._fenced(request)
-        life.apply(core.HoldChanged(Hold(HoldKind.OPERATOR, request.owner), present=False))
+        life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, request.owner), present=False))
         return lifecycle_pb2.ResumeGenerationResponse(status=status_of(life))
 
     async def GetStatus(self, request: lifecycle_pb2.GetStatusRequest, context: Any) -> lifecycle_pb2.GetStatusResponse:

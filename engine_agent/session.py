@@ -15,7 +15,7 @@ from typing import Any
 import grpc
 import structlog
 
-from controlplane.core import engine_core as core
+from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState
 from controlplane.core.errors import IncompatibleNode, WeightplaneError, WrongIncarnation, WrongRun
 from controlplane.core.versions import ModelName, Term
@@ -103,7 +103,7 @@ class Session:
         for model in state.models:
             if model.model == mine:
                 served = frozenset(version_from_proto(v) for v in model.served)
-                self._life.apply(core.FleetChanged(coordinator_term, Term(model.term), served))
+                self._life.apply(events.FleetChanged(coordinator_term, Term(model.term), served))
 
     async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
         """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it

@@ -13,7 +13,7 @@ from typing import Any
 import structlog
 
 from controlplane import failpoints
-from controlplane.core import engine_core as core
+from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
 from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
@@ -92,7 +92,7 @@ class _Attempt:
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
         version = version_from_proto(opened.version)
-        accept = _only(core.Accept, self._life.apply(_opened(self._stream, opened)))
+        accept = _only(events.Accept, self._life.apply(_opened(self._stream, opened)))
         yield _accepted(version, accept)
         update_id = UpdateId(opened.update_id)
         if not accept.attached:
@@ -126,7 +126,7 @@ class _Attempt:
                 raise e.LimitExceeded(what="tensors of the layout", limit=tensor_count, got=tensors)
             parts.append(part)
         layout = await asyncio.to_thread(layout_from_parts, parts)
-        self._life.apply(core.LayoutArrived(self._stream, layout))
+        self._life.apply(events.LayoutArrived(self._stream, layout))
 
     def _begin_receiving(self, transport: weight_update_pb2.Transport.ValueType) -> None:
         update = self._life.core.update
@@ -157,14 +157,14 @@ class _Attempt:
     async def _take_chunk(self, version: WeightVersion, chunk: weight_update_pb2.Chunk) -> AsyncIterator[Response]:
         event = _chunk_event(self._stream, chunk)
         buffers = [_buffer(b) for b in chunk.buffers]
-        verify = _only(core.Verify, self._life.apply(event))
+        verify = _only(events.Verify, self._life.apply(event))
         await asyncio.to_thread(self._place_and_check, event.records, buffers, verify.tensors)
         failpoints.hit("engine.between_chunks", chunk.index)
         assert self._receiver is not None
         if self._receiver.releases_at_once:
             yield _released(version, chunk.index)
         if verify.last:
-            self._life.apply(core.BytesVerified(self._stream))
+            self._life.apply(events.BytesVerified(self._stream))
             yield Response(ready=weight_update_pb2.UpdateReady(version=version_to_proto(version)))
 
     def _place_and_check(self, records: Sequence[Record], buffers: Sequence[Buffer], tensors: tuple[int, ...]) -> None:
@@ -177,22 +177,22 @@ class _Attempt:
             receiver.check(tensor, update.assembly.checksum(tensor))
 
     def _commit(self, commit: weight_update_pb2.Commit) -> None:
-        event = core.CommitArrived(
+        event = events.CommitArrived(
             self._stream,
             version_from_proto(commit.version),
             commit.chunk_count,
             commit.byte_count,
             commit.content_digest,
         )
-        self._life.start_install(_only(core.StartInstall, self._life.apply(event)))
+        self._life.start_install(_only(events.StartInstall, self._life.apply(event)))
 
 
-def _only(kind: type, effects: list[core.Effect]) -> Any:
+def _only(kind: type, effects: list[events.Effect]) -> Any:
     return next(effect for effect in effects if isinstance(effect, kind))
 
 
-def _opened(stream: int, message: weight_update_pb2.UpdateOpen) -> core.Opened:
-    return core.Opened(
+def _opened(stream: int, message: weight_update_pb2.UpdateOpen) -> events.Opened:
+    return events.Opened(
         stream=stream,
         run_id=RunId(message.run_id),
         model=ModelName(message.model),
@@ -206,13 +206,13 @@ def _opened(stream: int, message: weight_update_pb2.UpdateOpen) -> core.Opened:
     )
 
 
-def _chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> core.ChunkArrived:
+def _chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:
     records = [
         Record(r.tensor, r.tensor_offset, r.buffer_offset, r.byte_count, r.checksum if r.HasField("checksum") else None)
         for r in chunk.records
     ]
     smallest = min(_size(b) for b in chunk.buffers)
-    return core.ChunkArrived(stream, version_from_proto(chunk.version), chunk.index, records, smallest)
+    return events.ChunkArrived(stream, version_from_proto(chunk.version), chunk.index, records, smallest)
 
 
 def _size(buffer: layout_pb2.BufferHandle) -> int:
@@ -227,7 +227,7 @@ def _buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
     return Buffer(buffer.device_uuid, r.segment, r.host_id, r.offset, r.byte_count)
 
 
-def _accepted(version: WeightVersion, accept: core.Accept) -> Response:
+def _accepted(version: WeightVersion, accept: events.Accept) -> Response:
     accepted = weight_update_pb2.UpdateAccepted(
         version=version_to_proto(version), layout_needed=accept.layout_needed, attached=accept.attached
     )

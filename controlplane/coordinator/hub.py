@@ -16,12 +16,12 @@ import structlog
 
 from controlplane.coordinator import views
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
-from controlplane.core.fleet import (
+from controlplane.core.fleet import FleetCore
+from controlplane.core.fleet_events import (
     BroadcastState,
     CloseSession,
     Effect,
     Event,
-    FleetCore,
     Save,
     Tick,
     UpdateChanged,

@@ -11,7 +11,7 @@ import structlog
 
 from controlplane.coordinator import views
 from controlplane.coordinator.hub import Hub
-from controlplane.core import fleet
+from controlplane.core import fleet_events as events
 from controlplane.core.errors import FrameOutOfOrder, PeerLost
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.versions import (
@@ -62,7 +62,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             reader.cancel()
             self._hub.drop_session(session)
             # However it ended: the agent is silent from now on, unless it said goodbye (then this changes nothing).
-            await self._hub.handle(fleet.SessionEnded(session, goodbye=False))
+            await self._hub.handle(events.SessionEnded(session, goodbye=False))
 
     async def _read(self, session: int, requests: AsyncIterator[fleet_pb2.SessionRequest]) -> None:
         """Frames of one agent, until its goodbye or its silence."""
@@ -77,14 +77,14 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             kind = frame.WhichOneof("frame")
             if kind == "goodbye":
                 log.info("agent_left", reason=frame.goodbye.reason)
-                await self._hub.handle(fleet.SessionEnded(session, goodbye=True))
+                await self._hub.handle(events.SessionEnded(session, goodbye=True))
                 return
             await self._hub.handle(_status_event(session, frame))
 
     async def BeginUpdate(self, request: fleet_pb2.BeginUpdateRequest, context: Any) -> fleet_pb2.BeginUpdateResponse:
         limit = seconds_from_proto(request.ready_limit) if request.HasField("ready_limit") else None
         update = await self._hub.begin_update(
-            fleet.UpdateRequested(
+            events.UpdateRequested(
                 update_id=UpdateId(uuid.uuid4().hex),
                 request_id=request.request_id,
                 run_id=RunId(request.run_id),
@@ -109,7 +109,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     async def AbortUpdate(self, request: fleet_pb2.AbortUpdateRequest, context: Any) -> fleet_pb2.AbortUpdateResponse:
         update_id = UpdateId(request.update_id)
         await self._hub.handle(
-            fleet.AbortRequested(RunId(request.run_id), update_id, Term(request.term), request.reason)
+            events.AbortRequested(RunId(request.run_id), update_id, Term(request.term), request.reason)
         )
         return fleet_pb2.AbortUpdateResponse(state=views.update_state(self._hub.core.updates[update_id]))
 
@@ -138,7 +138,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
             yield operator_pb2.WatchFleetResponse(fleet=view)
 
 
-def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> fleet.Event:
+def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:
     kind = frame.WhichOneof("frame")
     if kind == "engine_hello":
         return _engine_event(session, frame.engine_hello)
@@ -147,7 +147,7 @@ def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> fleet.Event:
     raise FrameOutOfOrder(expected="a hello", got=kind or "nothing")
 
 
-def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> fleet.EngineConnected:
+def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> events.EngineConnected:
     state = state_from_proto(hello.status)
     place = EnginePlace(
         EngineId(state.engine_id),
@@ -156,7 +156,7 @@ def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> fleet.EngineCon
         hello.host_id,
         tuple(DeviceUuid(d) for d in hello.device_uuids),
     )
-    return fleet.EngineConnected(
+    return events.EngineConnected(
         session,
         place,
         state,
@@ -168,9 +168,9 @@ def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> fleet.EngineCon
     )
 
 
-def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> fleet.TrainerConnected:
+def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> events.TrainerConnected:
     ranks = (RankPlace(Rank(r.rank), r.host_id, DeviceUuid(r.device_uuid)) for r in hello.ranks)
-    return fleet.TrainerConnected(
+    return events.TrainerConnected(
         session,
         RunId(hello.run_id),
         ModelName(hello.model),
@@ -183,12 +183,12 @@ def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> fleet.Trainer
     )
 
 
-def _status_event(session: int, frame: fleet_pb2.SessionRequest) -> fleet.Event:
+def _status_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:
     kind = frame.WhichOneof("frame")
     if kind == "engine_status":
-        return fleet.EngineReported(session, state_from_proto(frame.engine_status), frame.engine_status.gate_open)
+        return events.EngineReported(session, state_from_proto(frame.engine_status), frame.engine_status.gate_open)
     if kind == "trainer_status":
         status = frame.trainer_status
         step = status.step if status.HasField("step") else None
-        return fleet.TrainerReported(session, Term(status.term), step, status.phase, status.progress)
+        return events.TrainerReported(session, Term(status.term), step, status.phase, status.progress)
     raise FrameOutOfOrder(expected="a status or a goodbye", got=kind or "nothing")

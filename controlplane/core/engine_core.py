@@ -10,12 +10,42 @@ from CommitArrived on the agent owns the install and the stream may come and go 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from controlplane.core import errors as e
-from controlplane.core.assembly import Assembly, Record
+from controlplane.core.assembly import Assembly
+from controlplane.core.engine_events import (
+    Accept,
+    BytesVerified,
+    CanaryPassed,
+    ChunkArrived,
+    CommitArrived,
+    Died,
+    DropStaged,
+    Effect,
+    EndStream,
+    Event,
+    FleetChanged,
+    HoldChanged,
+    InstallDecided,
+    InstallEnded,
+    LayoutArrived,
+    Opened,
+    Quiesced,
+    Remember,
+    Report,
+    RequestsCounted,
+    SendReady,
+    SpansDisagreed,
+    Started,
+    StartInstall,
+    Stopping,
+    StreamEnded,
+    Update,
+    Verify,
+)
 from controlplane.core.engine_state import (
     EngineState,
     Held,
@@ -30,240 +60,10 @@ from controlplane.core.engine_state import (
     Weights,
 )
 from controlplane.core.layout import Expected, Layout
-from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import Term, WeightVersion
 
 MAX_LAYOUTS = 8
 """Layouts remembered by digest; a run has one a model, or two while it changes."""
-
-# ---- events -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The engine's processes run; `expected` is what an update must cover."""
-
-    expected: Expected
-
-
-@dataclass(frozen=True, slots=True)
-class Died:
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class FleetChanged:
-    """The coordinator's welcome or a later state: what is served, and the model's term."""
-
-    coordinator_term: Term
-    term: Term
-    served: frozenset[WeightVersion]
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The first frame of a stream; see UpdateOpen."""
-
-    stream: int
-    run_id: RunId
-    model: ModelName
-    incarnation: Incarnation
-    update_id: UpdateId
-    writer_term: Term
-    version: WeightVersion
-    layout_digest: bytes
-    tensor_count: int
-    byte_count: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutArrived:
-    stream: int
-    layout: Layout
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkArrived:
-    stream: int
-    version: WeightVersion
-    index: int
-    records: Sequence[Record]
-    buffer_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class BytesVerified:
-    """Every tensor's checksum was computed over what came, and was right."""
-
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitArrived:
-    stream: int
-    version: WeightVersion
-    chunk_count: int
-    byte_count: int
-    content_digest: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class StreamEnded:
-    """The stream is over: by its end, a broken connection, silence, a refusal or an abort frame."""
-
-    stream: int
-    cause: str
-    reason: str = "UPDATE_ABORTED"
-
-
-@dataclass(frozen=True, slots=True)
-class Quiesced:
-    """No forward pass runs and every token made is with its consumer. The next step touches weights."""
-
-
-@dataclass(frozen=True, slots=True)
-class CanaryPassed:
-    """The last step of an install: the engine holds the version."""
-
-    timings: Timings
-
-
-@dataclass(frozen=True, slots=True)
-class InstallEnded:
-    """The install did not work. `touched`: some byte may have been installed."""
-
-    error: e.WeightplaneError
-    touched: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SpansDisagreed:
-    """INV-11: our account of who made which token is not the engine's."""
-
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class HoldChanged:
-    hold: Hold
-    present: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RequestsCounted:
-    live: int
-    waiting: int
-
-
-@dataclass(frozen=True, slots=True)
-class Stopping:
-    """The agent ends."""
-
-
-Event = (
-    Started
-    | Died
-    | FleetChanged
-    | Opened
-    | LayoutArrived
-    | ChunkArrived
-    | BytesVerified
-    | CommitArrived
-    | StreamEnded
-    | Quiesced
-    | CanaryPassed
-    | InstallEnded
-    | SpansDisagreed
-    | HoldChanged
-    | RequestsCounted
-    | Stopping
-)
-
-# ---- effects ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write to the agent's disk, before anything that follows."""
-
-    term: Term
-    coordinator_term: Term
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    stream: int
-    layout_needed: bool
-    attached: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Compute the checksums of these tensors; then all is in, if `last`."""
-
-    stream: int
-    tensors: tuple[int, ...]
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendReady:
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartInstall:
-    """Begin the install; it runs to its end whatever happens to the stream."""
-
-    stream: int
-    update: Update
-
-
-@dataclass(frozen=True, slots=True)
-class EndStream:
-    """Answer the stream with this error, and drop what it staged."""
-
-    stream: int
-    error: e.WeightplaneError
-
-
-@dataclass(frozen=True, slots=True)
-class DropStaged:
-    """Unmap what that stream staged; nothing of it will be read any more."""
-
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class InstallDecided:
-    """Tell every stream attached to the update how it ended: None is applied."""
-
-    update_id: UpdateId
-    error: e.WeightplaneError | None
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The state changed: send it whole, and look at the gate again."""
-
-
-Effect = Remember | Accept | Verify | SendReady | StartInstall | EndStream | DropStaged | InstallDecided | Report
-
-
-@dataclass
-class Update:
-    """One attempt under way."""
-
-    stream: int
-    update_id: UpdateId
-    version: WeightVersion
-    writer_term: Term
-    byte_count: int
-    layout_digest: bytes
-    assembly: Assembly | None = None
-    verified: bool = False
-    content_digest: bytes = b""
-    held_before: Weights = field(default_factory=Unset)
 
 
 class EngineCore:

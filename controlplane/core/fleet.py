@@ -12,12 +12,30 @@ from typing import Any
 
 from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held, Life
+from controlplane.core.fleet_events import (
+    AbortRequested,
+    BroadcastState,
+    CloseSession,
+    Effect,
+    EngineConnected,
+    EngineReported,
+    Event,
+    Save,
+    SessionEnded,
+    Tick,
+    TrainerConnected,
+    TrainerReported,
+    UpdateChanged,
+    UpdatePlanned,
+    UpdateRequested,
+    ViewChanged,
+    Welcome,
+)
 from controlplane.core.fleet_records import (
     EngineForgotten,
     EngineKnown,
     EngineRecord,
     ModelRecord,
-    Record,
     Recovered,
     TermGiven,
     TrainerRecord,
@@ -25,15 +43,13 @@ from controlplane.core.fleet_records import (
     UpdateDecided,
     UpdateWentGo,
 )
-from controlplane.core.plan import EnginePlace, Plan, RankPlace, Transport, check_fit, make_plan
+from controlplane.core.plan import Plan, Transport, check_fit, make_plan
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
 from controlplane.core.versions import (
     EngineId,
-    Incarnation,
     ModelName,
     RunId,
     Term,
-    TrainerId,
     UpdateId,
     WeightVersion,
 )
@@ -58,144 +74,6 @@ class FleetSettings:
     """Longest time from go to the last required outcome."""
     transport: Transport | None = None
     """Use this transport whatever the plan would choose."""
-
-
-# ---- events -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class EngineConnected:
-    session: int
-    place: EnginePlace
-    state: EngineState
-    gate_open: bool
-    capabilities: tuple[str, ...]
-    max_term: Term
-    max_coordinator_term: Term
-    max_number: int = 0
-    """Highest number that it applied in any life."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineReported:
-    session: int
-    state: EngineState
-    gate_open: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerConnected:
-    session: int
-    run_id: RunId
-    model: ModelName
-    trainer_id: TrainerId
-    incarnation: Incarnation
-    ranks: tuple[RankPlace, ...]
-    held_term: Term
-    ended_incarnation: str
-    takeover: bool
-
-
-@dataclass(frozen=True, slots=True)
-class TrainerReported:
-    session: int
-    term: Term
-    step: int | None
-    phase: str
-    progress: int
-
-
-@dataclass(frozen=True, slots=True)
-class SessionEnded:
-    """`goodbye`: the agent said so. Else it is silence."""
-
-    session: int
-    goodbye: bool
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateRequested:
-    update_id: UpdateId
-    """Made by the caller for this event; not used if the request is a repeat."""
-    request_id: str
-    run_id: RunId
-    model: ModelName
-    term: Term
-    step: int | None
-    ready_limit_seconds: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class AbortRequested:
-    run_id: RunId
-    update_id: UpdateId
-    term: Term
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time went by."""
-
-
-Event = (
-    EngineConnected
-    | EngineReported
-    | TrainerConnected
-    | TrainerReported
-    | SessionEnded
-    | UpdateRequested
-    | AbortRequested
-    | Tick
-)
-
-# ---- effects ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Write to the ledger, durably, before any later effect."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    session: int
-    trainer_term: Term
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSession:
-    """End a session with this error; its agent lives elsewhere or was fenced."""
-
-    session: int
-    error: e.WeightplaneError
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastState:
-    """Terms or served sets changed: every session gets the fleet's state."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdatePlanned:
-    """The answer to UpdateRequested."""
-
-    update: UpdateTransaction
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateChanged:
-    update_id: UpdateId
-
-
-@dataclass(frozen=True, slots=True)
-class ViewChanged:
-    """Something that people or clients see changed."""
-
-
-Effect = Save | Welcome | CloseSession | BroadcastState | UpdatePlanned | UpdateChanged | ViewChanged
 
 
 class FleetCore:

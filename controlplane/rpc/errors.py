@@ -7,7 +7,6 @@ id, and its text stays in the log.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,7 +67,6 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.PeerLost: _C.UNAVAILABLE,
     e.LedgerError: _C.INTERNAL,
 }
-_BY_REASON = {cls.reason: cls for cls in STATUS}
 
 
 @dataclass(eq=False)
@@ -96,19 +94,8 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
 def from_rpc_error(error: grpc.aio.AioRpcError) -> e.WeightplaneError:
     """The typed error that the peer raised; RemoteError for anything else."""
     info = _error_info(error)
-    cls = _BY_REASON.get(info.reason) if info is not None else None
-    if info is None or cls is None:
-        return RemoteError(code=error.code().name, text=error.details() or "")
-    return from_metadata(info.reason, dict(info.metadata), error.details() or "")
-
-
-def from_metadata(reason: str, metadata: dict[str, str], text: str) -> e.WeightplaneError:
-    """Rebuild a typed error from its reason and attributes; attributes that are no text are parsed."""
-    cls = _BY_REASON.get(reason)
-    if cls is None:
-        return RemoteError(code=reason, text=text)
-    values = {f.name: _parsed(str(f.type), metadata.get(f.name, "")) for f in dataclasses.fields(cls)}
-    return cls(**values)
+    typed = e.rebuild(info.reason, info.metadata) if info is not None else None
+    return typed or RemoteError(code=error.code().name, text=error.details() or "")
 
 
 def _error_info(error: Any) -> error_details_pb2.ErrorInfo | None:
@@ -118,17 +105,3 @@ def _error_info(error: Any) -> error_details_pb2.ErrorInfo | None:
         if detail.Unpack(info) and info.domain == DOMAIN:
             return info
     return None
-
-
-def _parsed(kind: str, text: str) -> object:
-    if kind == "int":
-        return int(text or "0")
-    if kind == "float":
-        return float(text or "0")
-    if kind == "bool":
-        return text == "True"
-    if kind.startswith("list"):
-        return [t for t in text.split(", ") if t]
-    if kind.startswith("tuple"):
-        return tuple(int(t) for t in text.strip("()").split(",") if t.strip())
-    return text

@@ -11,8 +11,8 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 from google.protobuf.message import Message
 
-from controlplane.core.errors import FrameInvalid, WeightplaneError, error_classes
-from controlplane.rpc.errors import STATUS, from_metadata
+from controlplane.core.errors import FrameInvalid, WeightplaneError, error_classes, rebuild
+from controlplane.rpc.errors import STATUS
 from controlplane.rpc.validation import validate
 from weightplane.v1 import (
     engine_pb2,
@@ -157,7 +157,7 @@ def test_each_error_has_exactly_one_status_and_one_reason_of_its_own() -> None:
 def test_an_error_survives_the_wire(cls: type[WeightplaneError]) -> None:
     samples = {"int": 3, "float": 2.5, "bool": True, "str": "x", "list[str]": ["p", "q"], "tuple[int, ...]": (2, 3)}
     error = cls(**{f.name: samples[str(f.type)] for f in dataclasses.fields(cls)})
-    again = from_metadata(error.reason, error.metadata(), str(error))
+    again = rebuild(error.reason, error.metadata())
     assert type(again) is cls
     assert vars(again) == vars(error)
 

@@ -30,7 +30,7 @@ from trainer_agent.demo.rollout_worker import (
     RolloutWorker,
     gather_rollouts,
 )
-from trainer_agent.demo.task import HELD_OUT_PROMPTS, EvenTask, draw_prompts, task_for
+from trainer_agent.demo.task import HELD_OUT_PROMPTS, EvenTask, LetterTask, draw_prompts, task_for
 
 VERSION = WeightVersion(1, Term(1))
 ASK = Ask((1, 2), SamplingSettings(max_tokens=4))
@@ -76,6 +76,22 @@ def test_even_token_ids_are_the_reward_of_a_model_without_a_tokenizer(tmp_path: 
     task = task_for(tmp_path, vocab=256)
     assert isinstance(task, EvenTask)
     assert [task.reward(tokens) for tokens in ([], [1, 3], [2, 3], [2, 4])] == [0.0, 0.0, 0.5, 1.0]
+
+
+def test_tokens_that_hold_the_letter_are_the_reward_of_a_model_with_a_tokenizer(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = ["river", "stone", "tall", "<the end>", "?"]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?")
+    )
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.add_special_tokens(["<the end>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    task = task_for(tmp_path, vocab=len(words))
+    assert isinstance(task, LetterTask)
+    # A special token is no text, whatever it is called.
+    assert [task.reward([token]) for token in range(4)] == [1.0, 1.0, 0.0, 0.0]
+    assert task.text([0, 2]) == "river tall"
 
 
 def test_held_out_prompts_are_fixed_and_never_trained_on() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core import engine_core as core
+from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Poisoned, Stage, Timings
@@ -30,14 +31,14 @@ class Agent:
     def __init__(self, *, term: int = 0, welcomed: bool = True) -> None:
         state = EngineState(RunId("run"), ModelName("policy"), EngineId("e0"), INCARNATION)
         self.core = core.EngineCore(state, term=Term(term), coordinator_term=Term(0), number=0)
-        self.core.handle(core.Started(EXPECTED), 0.0)
+        self.core.handle(events.Started(EXPECTED), 0.0)
         if welcomed:
             self.welcome(term or 1)
 
-    def welcome(self, term: int, *served: WeightVersion, coordinator_term: int = 1) -> list[core.Effect]:
-        return self.handle(core.FleetChanged(Term(coordinator_term), Term(term), frozenset(served)))
+    def welcome(self, term: int, *served: WeightVersion, coordinator_term: int = 1) -> list[events.Effect]:
+        return self.handle(events.FleetChanged(Term(coordinator_term), Term(term), frozenset(served)))
 
-    def handle(self, event: core.Event) -> list[core.Effect]:
+    def handle(self, event: events.Event) -> list[events.Effect]:
         return self.core.handle(event, 0.0)
 
     def open(
@@ -51,9 +52,9 @@ class Agent:
         model: str = "policy",
         incarnation: str = INCARNATION,
         layout: Layout = LAYOUT,
-    ) -> list[core.Effect]:
+    ) -> list[events.Effect]:
         return self.handle(
-            core.Opened(
+            events.Opened(
                 stream,
                 RunId(run),
                 ModelName(model),
@@ -67,29 +68,29 @@ class Agent:
             )
         )
 
-    def chunk(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[core.Effect]:
+    def chunk(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[events.Effect]:
         a, b = checksums(seed)
         records = [Record(0, 0, 0, 16, a), Record(1, 0, 16, 12, b)]
-        return self.handle(core.ChunkArrived(stream, version(number, term), 0, records, 28))
+        return self.handle(events.ChunkArrived(stream, version(number, term), 0, records, 28))
 
-    def commit(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[core.Effect]:
+    def commit(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[events.Effect]:
         digest = content_digest(checksums(seed))
-        return self.handle(core.CommitArrived(stream, version(number, term), 1, 28, digest))
+        return self.handle(events.CommitArrived(stream, version(number, term), 1, 28, digest))
 
     def receive(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1, update_id: str = "") -> None:
         accept = next(
-            x for x in self.open(number, stream=stream, term=term, update_id=update_id) if isinstance(x, core.Accept)
+            x for x in self.open(number, stream=stream, term=term, update_id=update_id) if isinstance(x, events.Accept)
         )
         if accept.layout_needed:
-            self.handle(core.LayoutArrived(stream, LAYOUT))
+            self.handle(events.LayoutArrived(stream, LAYOUT))
         self.chunk(number, stream=stream, term=term, seed=seed)
-        self.handle(core.BytesVerified(stream))
+        self.handle(events.BytesVerified(stream))
 
     def apply(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1, update_id: str = "") -> None:
         self.receive(number, stream=stream, term=term, seed=seed, update_id=update_id)
         self.commit(number, stream=stream, term=term, seed=seed)
-        self.handle(core.Quiesced())
-        self.handle(core.CanaryPassed(Timings()))
+        self.handle(events.Quiesced())
+        self.handle(events.CanaryPassed(Timings()))
 
     @property
     def applied(self) -> WeightVersion | None:
@@ -114,9 +115,9 @@ def test_inv1_unset_from_quiesced_until_the_canary_spoke() -> None:
     agent.receive(2, stream=2, seed=5)
     agent.commit(2, stream=2, seed=5)
     assert agent.applied == version(1)
-    agent.handle(core.Quiesced())
+    agent.handle(events.Quiesced())
     assert agent.applied is None
-    agent.handle(core.CanaryPassed(Timings()))
+    agent.handle(events.CanaryPassed(Timings()))
     assert agent.core.state.weights == Held(version(2), content_digest(checksums(5)))
 
 
@@ -124,8 +125,8 @@ def test_inv3_the_end_of_a_stream_is_an_abort_and_never_a_commit() -> None:
     agent = Agent()
     agent.apply(1)
     agent.receive(2, stream=2, seed=5)
-    effects = agent.handle(core.StreamEnded(2, "gone"))
-    assert core.DropStaged(2) in effects
+    effects = agent.handle(events.StreamEnded(2, "gone"))
+    assert events.DropStaged(2) in effects
     assert (agent.applied, agent.stage) == (version(1), Stage.ABORTED)
     with pytest.raises(e.UpdateAborted):
         agent.commit(2, stream=2, seed=5)
@@ -135,9 +136,9 @@ def test_inv3_a_stream_may_end_once_its_commit_was_taken() -> None:
     agent = Agent()
     agent.receive(1)
     agent.commit(1)
-    assert agent.handle(core.StreamEnded(1, "gone")) == []
-    agent.handle(core.Quiesced())
-    agent.handle(core.CanaryPassed(Timings()))
+    assert agent.handle(events.StreamEnded(1, "gone")) == []
+    agent.handle(events.Quiesced())
+    agent.handle(events.CanaryPassed(Timings()))
     assert agent.applied == version(1)
 
 
@@ -151,14 +152,14 @@ def test_m3_a_commit_that_does_not_state_what_came_is_refused(
     agent = Agent()
     agent.receive(1)
     with pytest.raises(error):
-        agent.handle(core.CommitArrived(1, version(1), chunks, byte_count, content_digest(checksums(seed))))
+        agent.handle(events.CommitArrived(1, version(1), chunks, byte_count, content_digest(checksums(seed))))
     assert agent.stage is Stage.READY
 
 
 def test_v5_a_commit_before_every_byte_was_checked_is_refused() -> None:
     agent = Agent()
     agent.open(1)
-    agent.handle(core.LayoutArrived(1, LAYOUT))
+    agent.handle(events.LayoutArrived(1, LAYOUT))
     agent.chunk(1)
     with pytest.raises(e.FrameOutOfOrder):
         agent.commit(1)
@@ -171,7 +172,7 @@ def test_inv4_a_failure_before_the_first_byte_leaves_the_old_version_in_force() 
     agent.receive(2, stream=2, seed=5)
     agent.commit(2, stream=2, seed=5)
     assert not agent.core.gate_open
-    agent.handle(core.InstallEnded(e.DeadlineExceeded("quiesce", "the last tokens", 1.0), touched=False))
+    agent.handle(events.InstallEnded(e.DeadlineExceeded("quiesce", "the last tokens", 1.0), touched=False))
     assert agent.applied == version(1)
     assert agent.core.gate_open
 
@@ -182,8 +183,8 @@ def test_inv4_a_failure_after_the_first_byte_is_poison_and_only_a_full_update_he
     agent.welcome(1, version(1))
     agent.receive(2, stream=2, seed=5)
     agent.commit(2, stream=2, seed=5)
-    agent.handle(core.Quiesced())
-    agent.handle(core.InstallEnded(e.InstallFailed("e0", "1.2", True, "boom"), touched=True))
+    agent.handle(events.Quiesced())
+    agent.handle(events.InstallEnded(e.InstallFailed("e0", "1.2", True, "boom"), touched=True))
     assert isinstance(agent.core.state.weights, Poisoned)
     assert agent.applied is None
     assert not agent.core.gate_open
@@ -196,8 +197,8 @@ def test_v4_the_new_version_is_never_claimed_by_a_failed_install() -> None:
     agent = Agent()
     agent.receive(1)
     agent.commit(1)
-    agent.handle(core.Quiesced())
-    agent.handle(core.InstallEnded(e.CanaryFailed("e0", "1.1", "NaN"), touched=True))
+    agent.handle(events.Quiesced())
+    agent.handle(events.InstallEnded(e.CanaryFailed("e0", "1.1", "NaN"), touched=True))
     assert agent.applied is None
     assert agent.stage is Stage.FAILED
 
@@ -215,7 +216,7 @@ def test_inv6_the_same_update_before_its_commit_starts_anew_and_ends_the_older_s
     agent = Agent()
     agent.receive(1)
     effects = agent.open(1, stream=2)
-    assert any(isinstance(x, core.EndStream) and x.stream == 1 for x in effects)
+    assert any(isinstance(x, events.EndStream) and x.stream == 1 for x in effects)
     agent.chunk(1, stream=2)
     with pytest.raises(e.UpdateAborted):
         agent.commit(1, stream=1)
@@ -225,24 +226,24 @@ def test_inv6_the_same_update_after_its_commit_attaches() -> None:
     agent = Agent()
     agent.receive(1)
     agent.commit(1)
-    assert core.Accept(2, layout_needed=False, attached=True) in agent.open(1, stream=2)
-    agent.handle(core.Quiesced())
-    agent.handle(core.CanaryPassed(Timings()))
-    assert core.Accept(3, layout_needed=False, attached=True) in agent.open(1, stream=3)
+    assert events.Accept(2, layout_needed=False, attached=True) in agent.open(1, stream=2)
+    agent.handle(events.Quiesced())
+    agent.handle(events.CanaryPassed(Timings()))
+    assert events.Accept(3, layout_needed=False, attached=True) in agent.open(1, stream=3)
 
 
 def test_inv6_done_is_answered_only_while_it_is_held_now() -> None:
     agent = Agent()
     agent.apply(1)
-    agent.handle(core.SpansDisagreed("not what the engine says"))
+    agent.handle(events.SpansDisagreed("not what the engine says"))
     effects = agent.open(1, stream=2)
-    assert core.Accept(2, layout_needed=False, attached=False) in effects
+    assert events.Accept(2, layout_needed=False, attached=False) in effects
 
 
 def test_inv6_the_same_version_with_other_content_is_a_conflict() -> None:
     agent = Agent()
     agent.apply(1, seed=1)
-    agent.handle(core.SpansDisagreed("poisoned"))
+    agent.handle(events.SpansDisagreed("poisoned"))
     agent.receive(1, stream=2, seed=5, update_id="other")
     with pytest.raises(e.VersionConflict):
         agent.commit(1, stream=2, seed=5)
@@ -264,8 +265,8 @@ def test_inv7_a_higher_term_ends_an_update_of_a_lower_one_before_its_install() -
     agent = Agent()
     agent.receive(1)
     effects = agent.welcome(2)
-    assert any(isinstance(x, core.EndStream) and isinstance(x.error, e.StaleTerm) for x in effects)
-    assert core.Remember(Term(2), Term(1), 0) in effects
+    assert any(isinstance(x, events.EndStream) and isinstance(x.error, e.StaleTerm) for x in effects)
+    assert events.Remember(Term(2), Term(1), 0) in effects
     with pytest.raises(e.UpdateAborted):
         agent.commit(1)
 
@@ -275,8 +276,8 @@ def test_inv7_an_install_that_began_runs_to_its_end() -> None:
     agent.receive(1)
     agent.commit(1)
     agent.welcome(2)
-    agent.handle(core.Quiesced())
-    agent.handle(core.CanaryPassed(Timings()))
+    agent.handle(events.Quiesced())
+    agent.handle(events.CanaryPassed(Timings()))
     assert agent.applied == version(1)
 
 
@@ -318,25 +319,25 @@ def test_m2_a_layout_that_does_not_cover_the_engine_is_refused_by_name() -> None
     short = Layout((TensorSpec("a", DType.F32, (2, 2)),))
     agent.open(1, layout=short)
     with pytest.raises(e.ManifestIncomplete) as refusal:
-        agent.handle(core.LayoutArrived(1, short))
+        agent.handle(events.LayoutArrived(1, short))
     assert refusal.value.names == ["b"]
 
 
 def test_a_layout_is_sent_once_and_then_named_by_its_digest() -> None:
     agent = Agent()
     agent.apply(1)
-    assert core.Accept(2, layout_needed=False, attached=False) in agent.open(2, stream=2)
+    assert events.Accept(2, layout_needed=False, attached=False) in agent.open(2, stream=2)
 
 
 def test_v2_an_update_to_a_paused_engine_ends_applied_and_the_gate_stays_as_the_operator_left_it() -> None:
     agent = Agent()
     hold = Hold(HoldKind.OPERATOR, "me")
-    agent.handle(core.HoldChanged(hold, present=True))
+    agent.handle(events.HoldChanged(hold, present=True))
     agent.apply(1)
     agent.welcome(1, version(1))
     assert agent.applied == version(1)
     assert not agent.core.gate_open
-    agent.handle(core.HoldChanged(hold, present=False))
+    agent.handle(events.HoldChanged(hold, present=False))
     assert agent.core.gate_open
 
 
@@ -346,7 +347,7 @@ def test_an_operators_resume_in_mid_install_opens_nothing() -> None:
     agent.welcome(1, version(1))
     agent.receive(2, stream=2, seed=5)
     agent.commit(2, stream=2, seed=5)
-    agent.handle(core.HoldChanged(Hold(HoldKind.OPERATOR, "me"), present=False))
+    agent.handle(events.HoldChanged(Hold(HoldKind.OPERATOR, "me"), present=False))
     assert not agent.core.gate_open
 
 
@@ -354,8 +355,8 @@ def test_a_death_leaves_nothing_held_and_ends_the_update() -> None:
     agent = Agent()
     agent.apply(1)
     agent.receive(2, stream=2, seed=5)
-    effects = agent.handle(core.Died("killed"))
-    assert any(isinstance(x, core.EndStream) for x in effects)
+    effects = agent.handle(events.Died("killed"))
+    assert any(isinstance(x, events.EndStream) for x in effects)
     assert (agent.applied, agent.core.state.life) == (None, Life.DEAD)
     with pytest.raises(e.EngineNotReady):
         agent.open(3, stream=3)

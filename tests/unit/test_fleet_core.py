@@ -8,6 +8,7 @@ import pytest
 
 from controlplane.core import errors as e
 from controlplane.core import fleet
+from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Poisoned, Progress, Stage, Unset
 from controlplane.core.fleet_records import EngineKnown, Recovered, TermGiven, UpdateBegan, UpdateDecided, UpdateWentGo
 from controlplane.core.plan import EnginePlace, RankPlace
@@ -41,12 +42,12 @@ class Fleet:
         self.core = fleet.FleetCore(self.settings, self.ledger.open(RUN), self.now)
         self.states: dict[str, EngineState] = {}
         self.sessions = 100
-        self.effects: list[fleet.Effect] = []
+        self.effects: list[events.Effect] = []
 
-    def handle(self, event: fleet.Event) -> list[fleet.Effect]:
+    def handle(self, event: events.Event) -> list[events.Effect]:
         effects = self.core.handle(event, self.now)
         for effect in effects:
-            if isinstance(effect, fleet.Save):
+            if isinstance(effect, events.Save):
                 self.ledger.save(effect.record)
         self.effects += effects
         return effects
@@ -58,16 +59,16 @@ class Fleet:
         uuids = tuple(DeviceUuid(d) for d in devices or (f"dev-{name}",))
         place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", uuids)
         self.states[name] = state
-        self.handle(fleet.EngineConnected(self.sessions, place, state, False, (), Term(0), Term(0)))
+        self.handle(events.EngineConnected(self.sessions, place, state, False, (), Term(0), Term(0)))
         return self.sessions
 
-    def report(self, session: int, name: str, **changes: object) -> list[fleet.Effect]:
+    def report(self, session: int, name: str, **changes: object) -> list[events.Effect]:
         """Its next full state; the gate as an agent computes it."""
         state = self.states[name] = replace(self.states[name], **changes)  # type: ignore[arg-type]
         gate = state.gate_open(frozenset(self.core.model(POLICY).served))
-        return self.handle(fleet.EngineReported(session, state, gate))
+        return self.handle(events.EngineReported(session, state, gate))
 
-    def stage(self, session: int, name: str, update: UpdateTransaction, stage: Stage) -> list[fleet.Effect]:
+    def stage(self, session: int, name: str, update: UpdateTransaction, stage: Stage) -> list[events.Effect]:
         progress = Progress(
             update.update_id, update.version, stage, error_reason="X" if stage.value == "failed" else ""
         )
@@ -90,7 +91,7 @@ class Fleet:
     ) -> int:
         self.sessions += 1
         self.handle(
-            fleet.TrainerConnected(
+            events.TrainerConnected(
                 self.sessions,
                 RUN,
                 POLICY,
@@ -106,9 +107,9 @@ class Fleet:
 
     def begin(self, update_id: str, term: int = 1, request_id: str = "") -> UpdateTransaction:
         effects = self.handle(
-            fleet.UpdateRequested(UpdateId(update_id), request_id or update_id, RUN, POLICY, Term(term), 1, None)
+            events.UpdateRequested(UpdateId(update_id), request_id or update_id, RUN, POLICY, Term(term), 1, None)
         )
-        return next(x.update for x in effects if isinstance(x, fleet.UpdatePlanned))
+        return next(x.update for x in effects if isinstance(x, events.UpdatePlanned))
 
     def push(self, update_id: str, engines: dict[str, int], term: int = 1) -> UpdateTransaction:
         """A whole update that every engine applies."""
@@ -122,7 +123,7 @@ class Fleet:
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
-        self.handle(fleet.Tick())
+        self.handle(events.Tick())
 
     @property
     def served(self) -> tuple[WeightVersion, ...]:
@@ -157,9 +158,9 @@ def test_inv9_a_decision_is_saved_before_anything_that_tells_of_it(two: tuple[Fl
     f, engines = two
     f.push("u1", engines)
     for record in (UpdateWentGo, UpdateDecided):
-        saved = next(i for i, x in enumerate(f.effects) if isinstance(x, fleet.Save) and isinstance(x.record, record))
+        saved = next(i for i, x in enumerate(f.effects) if isinstance(x, events.Save) and isinstance(x.record, record))
         told = f.effects[saved + 1]
-        assert isinstance(told, (fleet.BroadcastState, fleet.UpdateChanged))
+        assert isinstance(told, (events.BroadcastState, events.UpdateChanged))
 
 
 def test_an_engine_that_refuses_before_go_fails_the_update_and_costs_nothing(
@@ -244,7 +245,7 @@ def test_an_update_that_is_not_ready_in_time_fails(two: tuple[Fleet, dict[str, i
         f.now += TTL - 1
         for name, session in engines.items():
             f.report(session, name)
-        f.handle(fleet.Tick())
+        f.handle(events.Tick())
     assert update.phase is Phase.FAILED
     assert "not ready in time: e0, e1" in update.cause
 
@@ -319,7 +320,7 @@ def test_a_lease_is_not_renewed_by_life_without_progress(two: tuple[Fleet, dict[
     session = f.sessions
     for _ in range(15):
         f.now += 6.0
-        f.handle(fleet.TrainerReported(session, Term(1), 0, "train", 1))
+        f.handle(events.TrainerReported(session, Term(1), 0, "train", 1))
     assert f.now > 60.0 + TTL
     f.trainer("t2", name="other")
     assert f.core.model(POLICY).term == 2
@@ -331,7 +332,7 @@ def test_inv7_a_fenced_trainer_cannot_begin_and_its_session_is_told(two: tuple[F
     update = f.begin("u1")
     f.trainer("t2", name="other", takeover=True)
     assert update.phase is Phase.FAILED
-    closed = [x for x in f.effects if isinstance(x, fleet.CloseSession) and x.session == zombie]
+    closed = [x for x in f.effects if isinstance(x, events.CloseSession) and x.session == zombie]
     assert isinstance(closed[0].error, e.StaleTerm)
     with pytest.raises(e.StaleTerm):
         f.begin("u2", term=1)
@@ -353,7 +354,7 @@ def test_inv7_go_outlives_a_takeover(two: tuple[Fleet, dict[str, int]]) -> None:
 
 def test_a_broken_session_is_resumed_under_the_same_term(two: tuple[Fleet, dict[str, int]]) -> None:
     f, _ = two
-    f.handle(fleet.SessionEnded(f.sessions, goodbye=False))
+    f.handle(events.SessionEnded(f.sessions, goodbye=False))
     f.now += 100.0
     f.trainer("t1", held=1)
     assert f.core.model(POLICY).term == 1
@@ -367,7 +368,7 @@ def test_inv10_routable_needs_gate_session_and_served_version(two: tuple[Fleet, 
     f.push("u1", engines)
     record = f.core.engines[EngineId("e0")]
     assert f.core.routable(record)
-    f.handle(fleet.SessionEnded(engines["e0"], goodbye=False))
+    f.handle(events.SessionEnded(engines["e0"], goodbye=False))
     assert not f.core.routable(record)
     assert f.core.routable(f.core.engines[EngineId("e1")])
 
@@ -382,10 +383,10 @@ def test_l1_a_replacement_is_not_routable_before_it_holds_what_is_served(two: tu
 def test_l2_an_old_lifes_words_are_refused(two: tuple[Fleet, dict[str, int]]) -> None:
     f, engines = two
     new = f.engine("e0", incarnation="i2")
-    assert f.handle(fleet.EngineReported(engines["e0"], f.states["e0"], True)) == []
+    assert f.handle(events.EngineReported(engines["e0"], f.states["e0"], True)) == []
     stale = replace(f.states["e0"], incarnation=Incarnation("i1"))
     with pytest.raises(e.WrongIncarnation):
-        f.handle(fleet.EngineReported(new, stale, True))
+        f.handle(events.EngineReported(new, stale, True))
 
 
 def test_inv8_silence_is_unknown(two: tuple[Fleet, dict[str, int]]) -> None:
@@ -445,18 +446,18 @@ def test_a_restart_aborts_what_had_no_go_and_decides_what_had_from_reports() -> 
         update = f.core.updates[UpdateId("u")]
         session = f.engine("e0")
         f.stage(session, "e0", update, stage)
-        f.handle(fleet.Tick())
+        f.handle(events.Tick())
         assert update.phase is expected
 
 
 def test_l7_another_runs_hello_and_update_are_refused(two: tuple[Fleet, dict[str, int]]) -> None:
     f, _ = two
     with pytest.raises(e.WrongRun):
-        f.handle(fleet.UpdateRequested(UpdateId("u"), "r", RunId("other"), POLICY, Term(1), 1, None))
+        f.handle(events.UpdateRequested(UpdateId("u"), "r", RunId("other"), POLICY, Term(1), 1, None))
     state = replace(f.states["e0"], run_id=RunId("other"))
     place = f.core.engines[EngineId("e0")].place
     with pytest.raises(e.WrongRun):
-        f.handle(fleet.EngineConnected(1, place, state, False, (), Term(0), Term(0)))
+        f.handle(events.EngineConnected(1, place, state, False, (), Term(0), Term(0)))
 
 
 def test_an_empty_ledger_recovers_nothing() -> None:
@@ -469,6 +470,6 @@ def test_a_ledger_older_than_what_engines_applied_keeps_it_recovering() -> None:
     f.trainer()
     state = EngineState(RUN, POLICY, EngineId("e0"), Incarnation("i1"), Life.RUNNING)
     place = EnginePlace(EngineId("e0"), state.incarnation, "e0:1", "host", (DeviceUuid("d"),))
-    f.handle(fleet.EngineConnected(1, place, state, False, (), Term(1), Term(1), max_number=7))
+    f.handle(events.EngineConnected(1, place, state, False, (), Term(1), Term(1), max_number=7))
     with pytest.raises(e.CoordinatorRecovering):
         f.begin("u1")

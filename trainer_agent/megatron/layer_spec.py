@@ -1,7 +1,7 @@
 """A Megatron layer spec that needs no Transformer Engine: RMSNorm and torch's own attention.
 
-It goes through Megatron's extension point (`ModuleSpec`), works on the CPU and on GPUs, with tensor,
-sequence and pipeline parallelism, grouped-query attention and normalised queries and keys. It computes what
+It goes through Megatron's extension point (`ModuleSpec`) and has nothing of one kind of device in it; it works with
+tensor, sequence and pipeline parallelism, grouped-query attention and normalised queries and keys. It computes what
 transformers' "sdpa" attention computes. It refuses what it would compute wrongly: context parallelism,
 packed sequences and attention biases. Masks are not needed: attention is causal.
 """

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and models in their shape (SmolLM2, Mistral checkpoints saved as Llama): no biases."""
+"""Llama, and models in its shape such as SmolLM2: no biases."""
 
 from trainer_agent.megatron.families.decoder import DenseFamily
 
