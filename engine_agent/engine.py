@@ -72,8 +72,6 @@ class StagedWeights:
 class InstallReport:
     loaded_tensors: int
     """Names of the layout that the engine's loader accepted."""
-    changed_tensors: int | None
-    """Tensors whose bytes differ from the last install, where the engine can tell; None at the first."""
     load_seconds: float
     cache_seconds: float
 

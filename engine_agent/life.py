@@ -41,6 +41,8 @@ class Applied:
     """What an install found out, for the writer."""
 
     report: InstallReport
+    changed_tensors: int | None
+    """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
     canary: CanaryReport
     timings: Timings
     content_digest: bytes
@@ -71,6 +73,7 @@ class EngineLife:
         self._receivers: dict[int, Receiver] = {}
         self._outcomes: dict[UpdateId, asyncio.Future[WeightplaneError | None]] = {}
         self._applied: dict[UpdateId, Applied] = {}
+        self._checksums: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     # ---- life ----
@@ -216,9 +219,18 @@ class EngineLife:
             canary=time.monotonic() - installed,
         )
         failpoints.hit("engine.after_install")
-        self._applied[update.update_id] = Applied(report, canary, timings, update.content_digest)
+        changed = self._note_checksums(update)
+        self._applied[update.update_id] = Applied(report, changed, canary, timings, update.content_digest)
         self.apply(events.CanaryPassed(timings))
         log.info("weights_applied", version=update.version.number, update_id=update.update_id, timings=str(timings))
+
+    def _note_checksums(self, update: events.Update) -> int | None:
+        """How many tensors differ from the last install's, by their checksums."""
+        assert update.assembly is not None  # it was committed
+        tensors = update.assembly.layout.tensors
+        fresh = {t.name: update.assembly.checksum(i) for i, t in enumerate(tensors)}
+        before, self._checksums = self._checksums, fresh
+        return sum(before.get(name) != checksum for name, checksum in fresh.items()) if before else None
 
     def _before_first_byte(self, update: events.Update) -> bool:
         return self.core.state.weights == update.held_before

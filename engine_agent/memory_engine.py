@@ -62,7 +62,6 @@ class MemoryEngine:
         self._settings = settings
         self._engine_id = engine_id
         self._weights = hashlib.sha256(b"initial").digest()
-        self._tensors: dict[str, bytes] = {}
         self._label = "default"
         self._live: dict[str, _Live] = {}
         self._running = asyncio.Event()
@@ -146,11 +145,9 @@ class MemoryEngine:
             except (failpoints.Injected, OSError) as error:
                 self._weights = hashlib.sha256(b"mixture").digest()
                 raise InstallFailed(self._engine_id, staged.label, True, str(error)) from error
-        changed = sum(self._tensors.get(name) != digest for name, digest in fresh.items()) if self._tensors else None
-        self._tensors = fresh
         self._weights = weights_of(fresh)
         self._label = staged.label
-        return InstallReport(len(fresh), changed, time.monotonic() - began, 0.0)
+        return InstallReport(len(fresh), time.monotonic() - began, 0.0)
 
     async def canary(self) -> CanaryReport:
         tokens = tuple(

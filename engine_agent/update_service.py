@@ -243,7 +243,7 @@ def _applied(version: WeightVersion, applied: Applied) -> Response:
     message = weight_update_pb2.UpdateApplied(
         version=version_to_proto(version),
         content_digest=applied.content_digest,
-        changed_tensors=applied.report.changed_tensors,
+        changed_tensors=applied.changed_tensors,
         timings=timings_to_proto(applied.timings),
         canary=weight_update_pb2.Canary(prompt_logprobs=applied.canary.prompt_logprobs, tokens=applied.canary.tokens),
     )

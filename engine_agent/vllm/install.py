@@ -70,7 +70,7 @@ class Installer:
         await self._clear_caches(staged)
         await self._ask(llm.finish_weight_update(staged.label), "finish_weight_update")
         ended = time.perf_counter()
-        return InstallReport(loaded, None, loaded_at - started, ended - loaded_at)
+        return InstallReport(loaded, loaded_at - started, ended - loaded_at)
 
     def _check_layout(self, staged: StagedWeights) -> None:
         """Once more, at the last moment: vLLM takes a layout with a missing tensor, and cuts one that is too large."""

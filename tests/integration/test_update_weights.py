@@ -331,6 +331,23 @@ async def test_inv12_inline_chunks_are_released_as_they_are_copied(fleet: LocalF
     assert (await stream.read()).WhichOneof("frame") == "ready"
 
 
+async def test_the_report_says_how_many_tensors_changed(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path, engines=1) as fleet:
+        weights, counts = Weights(), []
+        for part in (None, 0, None):
+            if part is not None:
+                weights.parts[part] = bytes(len(weights.parts[part]))
+            begun = await fleet.begin()
+            stream = fleet.stream(begun, "e0")
+            await stream.until_ready(weights)
+            await fleet.go(begun.update_id)
+            await stream.commit(weights)
+            applied = (await stream.read()).applied
+            counts.append(applied.changed_tensors if applied.HasField("changed_tensors") else None)
+            await fleet.decided(begun.update_id)
+    assert counts == [None, 1, 0]
+
+
 async def test_metrics_name_what_is_served_and_what_was_refused(tmp_path: Path) -> None:
     port = free_port()
     fleet = LocalFleet(tmp_path)
