@@ -47,6 +47,10 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
         try:
             async for response in attempt.run():
                 yield response
+        except e.UpdateAborted as error:
+            # Those who noticed may not know which update it was.
+            cause = error.cause
+            raise e.UpdateAborted(update_id=error.update_id or attempt.update_id, cause=cause) from error
         except e.WeightplaneError as error:
             cause, reason = str(error), error.reason
             raise
@@ -88,6 +92,7 @@ class _Attempt:
         self._stream = stream
         self._reader = reader
         self._receiver: Receiver | None = None
+        self.update_id = ""
 
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
@@ -95,6 +100,7 @@ class _Attempt:
         accept = _only(events.Accept, self._life.apply(_opened(self._stream, opened)))
         yield _accepted(version, accept)
         update_id = UpdateId(opened.update_id)
+        self.update_id = opened.update_id
         if not accept.attached:
             if accept.layout_needed:
                 await self._read_layout(opened.manifest.tensor_count)

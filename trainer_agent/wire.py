@@ -5,13 +5,12 @@ Each message is preceded by its length. No gRPC: both the rank and the agent use
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from controlplane.core.errors import Failed, LimitExceeded, WeightplaneError, error_classes
+from controlplane.core.errors import Failed, LimitExceeded, WeightplaneError, rebuild
 
 HEADER_BYTES = 4
 MAX_FRAME_BYTES = 4 * 1024 * 1024
@@ -58,23 +57,5 @@ def body_length(header: bytes) -> int:
 
 def typed_error(reason: str, metadata: Mapping[str, str], text: str) -> WeightplaneError:
     """The error of the tree that `reason` names, with its attributes; AgentError for any other."""
-    of_the_tree = (c for c in error_classes() if c.__module__ == WeightplaneError.__module__)
-    cls = next((c for c in of_the_tree if c.reason == reason), None)
-    if cls is None:
-        return AgentError(code=metadata.get("code", reason), text=metadata.get("text", text))
-    fields = dataclasses.fields(cls)
-    return cls(**{f.name: _parsed(str(f.type), metadata.get(f.name, "")) for f in fields})
-
-
-def _parsed(kind: str, text: str) -> object:
-    if kind == "int":
-        return int(text or "0")
-    if kind == "float":
-        return float(text or "0")
-    if kind == "bool":
-        return text == "True"
-    if kind.startswith("list"):
-        return [t for t in text.split(", ") if t]
-    if kind.startswith("tuple"):
-        return tuple(int(t) for t in text.strip("()").split(",") if t.strip())
-    return text
+    unknown = AgentError(code=metadata.get("code", reason), text=metadata.get("text", text))
+    return rebuild(reason, metadata) or unknown

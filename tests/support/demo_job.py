@@ -77,7 +77,7 @@ class LoneRank:
     def set_step(self, _: int) -> None: ...
 
     def push(self, step: int) -> Any:
-        from trainer_agent.rank import PushReport
+        from trainer_agent.report import PushReport
 
         began = time.monotonic()
         self._number += 1
