@@ -91,7 +91,7 @@ def trainer(
 ) -> int:
     """Run a trainer agent: it starts the training ranks and speaks for them."""
     from trainer_agent.agent import run_trainer
-    from trainer_agent.settings import TrainerSettings
+    from trainer_agent.agent.settings import TrainerSettings
 
     settings = _settings(TrainerSettings, config, sets, coordinator=coordinator)
     if not command:

@@ -15,9 +15,9 @@ from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.server import start_server
 from tests.support.eventually import eventually
-from trainer_agent.frames import ChunkLog
-from trainer_agent.stream import Cargo, EngineStream, StreamEnd
-from trainer_agent.watch import UpdateWatch
+from trainer_agent.agent.frames import ChunkLog
+from trainer_agent.agent.stream import Cargo, EngineStream, StreamEnd
+from trainer_agent.agent.watch import UpdateWatch
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, layout_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc
 

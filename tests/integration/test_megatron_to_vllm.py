@@ -21,7 +21,7 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.tiny_model import make_tiny_model
 from trainer_agent.agent import run_trainer
-from trainer_agent.settings import TrainerSettings
+from trainer_agent.agent.settings import TrainerSettings
 from weightplane.v1 import operator_pb2
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]

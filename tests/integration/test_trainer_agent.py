@@ -310,7 +310,7 @@ def _sidecars() -> list[str]:
                 line = (entry / "cmdline").read_bytes().decode()
             except OSError:
                 continue
-            if "trainer_agent.sidecar" in line:
+            if "trainer_agent.agent.sidecar" in line:
                 found.append(line)
     return found
 

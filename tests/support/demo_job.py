@@ -77,7 +77,7 @@ class LoneRank:
     def set_step(self, _: int) -> None: ...
 
     def push(self, step: int) -> Any:
-        from trainer_agent.report import PushReport
+        from trainer_agent.rank.report import PushReport
 
         began = time.monotonic()
         self._number += 1
@@ -111,8 +111,8 @@ def main() -> None:
     warnings.filterwarnings("ignore")
     from safetensors.torch import save_file
 
-    from trainer_agent import rank
     from trainer_agent.demo import training
+    from trainer_agent.rank import trainer_rank as rank
 
     engine = Engine(settings.model_dir) if os.environ["RANK"] == "0" else None
 

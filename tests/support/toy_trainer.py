@@ -20,8 +20,8 @@ from engine_agent.memory_engine import MemorySettings
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import SHAPES, Script
 from trainer_agent import wire
-from trainer_agent.daemon import TrainerAgent
-from trainer_agent.settings import TrainerSettings
+from trainer_agent.agent.daemon import TrainerAgent
+from trainer_agent.agent.settings import TrainerSettings
 
 SMALL_CHUNK_BYTES = 64 * 1024
 

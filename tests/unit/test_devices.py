@@ -10,7 +10,7 @@ import pytest
 
 from controlplane.core.errors import InvalidRequest
 from controlplane.devices import cpu_device_uuid, host_id
-from trainer_agent.devices import current_device
+from trainer_agent.rank.devices import current_device
 
 
 def test_another_process_of_this_host_gives_the_same_names() -> None:

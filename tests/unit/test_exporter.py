@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from controlplane.core.errors import LayoutInvalid
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.chunking import ALIGNMENT_BYTES, MAX_RECORDS, plan_segment
-from trainer_agent.exporter import DTYPES, ExportedChunk, Exporter, layout_of
+from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter, layout_of
 from trainer_agent.source import ParamMeta
 
 Named = tuple[str, torch.Tensor]

@@ -12,8 +12,8 @@ from typing import TypeVar
 import pytest
 
 from controlplane.core.errors import PeerLost, SlotMismatch
-from trainer_agent import gather
-from trainer_agent.gather import GatherGroups
+from trainer_agent.rank import gather
+from trainer_agent.rank.gather import GatherGroups
 from weightplane.local.v1 import rank_pb2
 
 T = TypeVar("T")

@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.core.errors import DeadlineExceeded, PeerLost, ShapeMismatch, StaleTerm, error_classes
 from trainer_agent import wire
-from trainer_agent.link import Patience, RankLink
+from trainer_agent.rank.link import Patience, RankLink
 from weightplane.local.v1 import rank_pb2
 
 LEAVE = rank_pb2.RankRequest(leave=rank_pb2.Leave())

@@ -13,13 +13,14 @@ from controlplane.core import errors as e
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.errors import RemoteError
-from trainer_agent import lifeline, outcome
-from trainer_agent.gather import shared_slots
-from trainer_agent.lastlife import FILE_NAME, LastLife
-from trainer_agent.plans import check_plan, for_rank, push_plan
-from trainer_agent.ranks import RankConnection
-from trainer_agent.rankset import RankSet
-from trainer_agent.settings import TrainerSettings
+from trainer_agent import lifeline
+from trainer_agent.agent import outcome
+from trainer_agent.agent.lastlife import FILE_NAME, LastLife
+from trainer_agent.agent.plans import check_plan, for_rank, push_plan
+from trainer_agent.agent.ranks import RankConnection
+from trainer_agent.agent.rankset import RankSet
+from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.rank.gather import shared_slots
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2
 

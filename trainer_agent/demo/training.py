@@ -30,7 +30,7 @@ from trainer_agent.megatron.families import read_config
 from trainer_agent.megatron.source import MegatronSource
 
 if TYPE_CHECKING:
-    from trainer_agent.rank import TrainerRank
+    from trainer_agent.rank.trainer_rank import TrainerRank
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Ranks wait in a broadcast while rank 0 collects rollouts; an engine may be rebuilt meanwhile."""
@@ -42,7 +42,7 @@ SHOWN_SAMPLES = 2
 
 def train(settings: GrpoSettings) -> None:
     """One rank's life, from joining the process group to the exported weights. Every rank calls it."""
-    from trainer_agent.rank import TrainerRank
+    from trainer_agent.rank.trainer_rank import TrainerRank
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=COLLECTIVE_TIMEOUT)

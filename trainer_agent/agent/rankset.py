@@ -11,7 +11,7 @@ import uuid
 from controlplane.core.errors import FrameInvalid, LayoutInvalid, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import layout_from_parts
-from trainer_agent.ranks import RankConnection
+from trainer_agent.agent.ranks import RankConnection
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 

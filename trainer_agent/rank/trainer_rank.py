@@ -29,15 +29,15 @@ from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.codec import layout_to_parts
 from trainer_agent import lifeline, wire
-from trainer_agent.devices import current_device
-from trainer_agent.exporter import layout_of
-from trainer_agent.feed import Feed, PushEnded, drain
-from trainer_agent.gather import GatherGroups
-from trainer_agent.link import Patience, RankLink
-from trainer_agent.report import PushReport, report_of
+from trainer_agent.rank.devices import current_device
+from trainer_agent.rank.exporter import layout_of
+from trainer_agent.rank.feed import Feed, PushEnded, drain
+from trainer_agent.rank.gather import GatherGroups
+from trainer_agent.rank.link import Patience, RankLink
+from trainer_agent.rank.report import PushReport, report_of
+from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
 from trainer_agent.segments import SegmentPool
 from trainer_agent.source import WeightSource
-from trainer_agent.spawn import RankPlace, Sidecar, find_agent
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
 

@@ -15,7 +15,7 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.codec import version_from_proto
 from controlplane.rpc.errors import RemoteError
-from trainer_agent.session import TRANSIENT_CODES
+from trainer_agent.agent.session import TRANSIENT_CODES
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2
 

@@ -25,9 +25,9 @@ from controlplane.core.errors import (
     WeightplaneError,
 )
 from controlplane.rpc.errors import RemoteError, from_rpc_error
-from trainer_agent.frames import ChunkLog, Frame, SegmentReader, by_reference, inline
-from trainer_agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
-from trainer_agent.watch import UpdateWatch
+from trainer_agent.agent.frames import ChunkLog, Frame, SegmentReader, by_reference, inline
+from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
+from trainer_agent.agent.watch import UpdateWatch
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc
 

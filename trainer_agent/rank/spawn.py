@@ -1,7 +1,7 @@
 """Where a rank finds its trainer agent: started before it (its socket is in the environment), or spawned by it.
 
-Under plain torchrun, Slurm or Ray nobody started one: local rank 0 spawns `trainer_agent.sidecar` with subprocess,
-never by fork, and tells the other ranks through torch.distributed's default group.
+Under plain torchrun, Slurm or Ray nobody started one: local rank 0 spawns `trainer_agent.agent.sidecar` with
+subprocess, never by fork, and tells the other ranks through torch.distributed's default group.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Sidecar:
     def __init__(self, coordinator: str, run_id: str | None) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="weightplane-"))
         self.socket = self._directory / "ranks.sock"
-        command = [sys.executable, "-m", "trainer_agent.sidecar", "--coordinator", coordinator]
+        command = [sys.executable, "-m", "trainer_agent.agent.sidecar", "--coordinator", coordinator]
         command += ["--socket", str(self.socket), "--parent", str(os.getpid()), "--run-id", run_id or ""]
         # A session of its own: Ctrl-C goes to the ranks, and the sidecar ends after them.
         self._process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)

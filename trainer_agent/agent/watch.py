@@ -13,7 +13,7 @@ import structlog
 
 from controlplane.core.errors import UpdateAborted, WeightplaneError
 from controlplane.rpc.errors import RemoteError, from_rpc_error
-from trainer_agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
+from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)

@@ -12,11 +12,11 @@ from collections.abc import Callable
 import structlog
 
 from controlplane.core.errors import PeerLost, SlotMismatch, StaleTerm, WeightplaneError
-from trainer_agent.outcome import failed
-from trainer_agent.plans import for_rank
-from trainer_agent.push import Push, PushContext
-from trainer_agent.ranks import RankConnection
-from trainer_agent.rankset import RankSet
+from trainer_agent.agent.outcome import failed
+from trainer_agent.agent.plans import for_rank
+from trainer_agent.agent.push import Push, PushContext
+from trainer_agent.agent.ranks import RankConnection
+from trainer_agent.agent.rankset import RankSet
 from trainer_agent.wire import typed_error
 from weightplane.local.v1 import rank_pb2
 

@@ -1,4 +1,4 @@
-"""The trainer agent as a process that local rank 0 spawned: `python -m trainer_agent.sidecar`. Not for people.
+"""The trainer agent as a process that local rank 0 spawned: `python -m trainer_agent.agent.sidecar`. Not for people.
 
 It ends when its ranks have gone, also when they were killed: it watches its parent by process id, and then still
 tells the other ranks, aborts, says goodbye and sweeps.
@@ -18,12 +18,12 @@ from controlplane.core.errors import StaleTerm
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.logs import configure_logging
 from trainer_agent import lifeline
-from trainer_agent.daemon import TrainerAgent
-from trainer_agent.settings import TrainerSettings
+from trainer_agent.agent.daemon import TrainerAgent
+from trainer_agent.agent.settings import TrainerSettings
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="trainer_agent.sidecar")
+    parser = argparse.ArgumentParser(prog="trainer_agent.agent.sidecar")
     parser.add_argument("--coordinator", required=True)
     parser.add_argument("--socket", required=True, type=Path)
     parser.add_argument("--parent", required=True, type=int)

@@ -26,14 +26,14 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.channels import open_channel
 from trainer_agent import segments
-from trainer_agent.lastlife import LastLife
-from trainer_agent.push import PushContext
-from trainer_agent.pusher import Pusher
-from trainer_agent.ranks import RankConnection, RankServer
-from trainer_agent.rankset import RankSet
-from trainer_agent.session import FleetSession, discover_run
-from trainer_agent.settings import TrainerSettings
-from trainer_agent.stubs import Stubs
+from trainer_agent.agent.lastlife import LastLife
+from trainer_agent.agent.push import PushContext
+from trainer_agent.agent.pusher import Pusher
+from trainer_agent.agent.ranks import RankConnection, RankServer
+from trainer_agent.agent.rankset import RankSet
+from trainer_agent.agent.session import FleetSession, discover_run
+from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.agent.stubs import Stubs
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2
 

@@ -17,9 +17,9 @@ from controlplane.core.errors import WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.devices import host_id
 from trainer_agent.chunking import plan_segment
-from trainer_agent.exporter import ExportedChunk, Exporter
-from trainer_agent.gather import GatherGroups
-from trainer_agent.link import Patience, RankLink
+from trainer_agent.rank.exporter import ExportedChunk, Exporter
+from trainer_agent.rank.gather import GatherGroups
+from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.segments import Segment, SegmentPool
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import layout_pb2

@@ -12,8 +12,8 @@ import structlog
 
 from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.rpc.errors import from_rpc_error
-from trainer_agent.outcome import begin_passes
-from trainer_agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
+from trainer_agent.agent.outcome import begin_passes
+from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)

@@ -23,13 +23,13 @@ from controlplane.core.errors import (
 )
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
-from trainer_agent import outcome
-from trainer_agent.begin import abandon, abort_update, begin_update
-from trainer_agent.frames import ChunkLog
-from trainer_agent.plans import check_plan, push_plan
-from trainer_agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
-from trainer_agent.stubs import Stubs
-from trainer_agent.watch import DECIDED, UpdateWatch
+from trainer_agent.agent import outcome
+from trainer_agent.agent.begin import abandon, abort_update, begin_update
+from trainer_agent.agent.frames import ChunkLog
+from trainer_agent.agent.plans import check_plan, push_plan
+from trainer_agent.agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
+from trainer_agent.agent.stubs import Stubs
+from trainer_agent.agent.watch import DECIDED, UpdateWatch
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 

@@ -17,9 +17,9 @@ import structlog
 from controlplane.core.errors import StaleTerm
 from controlplane.exit_codes import ExitCode
 from trainer_agent import wire
-from trainer_agent.daemon import TrainerAgent
-from trainer_agent.launch import Launcher
-from trainer_agent.settings import TrainerSettings
+from trainer_agent.agent.daemon import TrainerAgent
+from trainer_agent.agent.launch import Launcher
+from trainer_agent.agent.settings import TrainerSettings
 
 log = structlog.get_logger(__name__)
 

@@ -1,6 +1,6 @@
 """Starts the ranks of this node through torch's elastic launcher, and ends them all, whatever happens to anyone.
 
-The agent spawns `python -m trainer_agent.launch <torchrun arguments> train.py …`: a shim that dies with the
+The agent spawns `python -m trainer_agent.agent.launch <torchrun arguments> train.py …`: a shim that dies with the
 agent, runs torch.distributed.run without restarts of its own, and tells a fenced rank's end by its exit code.
 Restarts are the agent's: it knows whether the trainer was fenced, and proves the last ranks dead.
 """
@@ -45,7 +45,7 @@ class Launcher:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "trainer_agent.launch",
+            "trainer_agent.agent.launch",
             *arguments,
             env={**os.environ, **environment},
             stdin=asyncio.subprocess.DEVNULL,

@@ -1,0 +1,271 @@
+"""The coordinator's process: `FleetCore` with a ledger's disk, sessions and calls, as the hub carries them.
+
+One event at a time; effects in order; a record is on the disk before anything after it is told. A crash loses
+what was not synced, every session and every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.core import errors as e
+from controlplane.core import fleet_events as fe
+from controlplane.core.engine_state import EngineState
+from controlplane.core.fleet import FleetCore, FleetSettings
+from controlplane.core.plan import Plan
+from controlplane.core.update_transaction import Phase
+from controlplane.core.versions import EngineId, ModelName, Term, UpdateId, WeightVersion
+from controlplane.sim.disks import LedgerDisk
+from controlplane.sim.kernel import Process, Stream
+from controlplane.sim.settings import POLICY
+
+if TYPE_CHECKING:
+    from controlplane.sim.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class ModelNews:
+    name: ModelName
+    term: Term
+    served: tuple[WeightVersion, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FleetNews:
+    """What sessions are told."""
+
+    coordinator_term: Term
+    models: tuple[ModelNews, ...]
+
+    def model(self, name: ModelName) -> ModelNews | None:
+        return next((m for m in self.models if m.name == name), None)
+
+
+@dataclass
+class Session:
+    """An agent's stream. `welcomed` and `told` deliver frames at the agent."""
+
+    stream: Stream
+    welcomed: Callable[[FleetNews, Term], None]
+    told: Callable[[FleetNews], None]
+
+
+@dataclass
+class Watch:
+    stream: Stream
+    told: Callable[[Phase, frozenset[EngineId]], None]
+    """The phase, and who is lost."""
+    last: Phase | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The answer to BeginUpdate."""
+
+    update_id: UpdateId
+    version: WeightVersion
+    plan: Plan
+
+
+class Coordinator(Process):
+    """One host's coordinator, life after life."""
+
+    core: FleetCore
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world.kernel, "coordinator")
+        self.world = world
+        self.ledger = LedgerDisk(between=lambda: world.faults.point(self, "coordinator.before_sync"))
+        self.sessions: dict[int, Session] = {}
+        self._watches: dict[UpdateId, list[Watch]] = {}
+        self._next_session = 0
+        self._next_update = 0
+
+    def boot(self) -> None:
+        s = self.world.settings
+        self.sessions.clear()
+        self._watches.clear()
+        fleet = FleetSettings(
+            s.run_id,
+            lease_ttl_seconds=s.lease_ttl,
+            step_limit_seconds=s.step_limit,
+            ready_limit_seconds=s.ready_limit,
+            go_limit_seconds=s.go_limit,
+        )
+        recovered = self.ledger.open(s.run_id)
+        self.world.witness.coordinator_began(recovered.coordinator_term)
+        self.core = s.fleet_core(fleet, recovered, self.kernel.now)
+        self.after(s.tick, self._tick)
+
+    def _tick(self) -> None:
+        self.after(self.world.settings.tick, self._tick)
+        self.handle(fe.Tick())
+
+    def new_update_id(self) -> UpdateId:
+        """Made here, as the service makes it; unique over lives."""
+        self._next_update += 1
+        return UpdateId(f"u{self._next_update}")
+
+    # ---- events ----
+
+    def handle(self, event: fe.Event) -> list[fe.Effect]:
+        """Decide and carry out. Raises the core's refusals."""
+        try:
+            effects = self.core.handle(event, self.kernel.now)
+        except e.WeightplaneError as error:
+            self.world.witness.refused(error)
+            self.world.coverage.fleet_events[type(event).__name__] += 1
+            raise
+        self.world.witness.fleet(self, event, effects)
+        for effect in effects:
+            self._carry_out(effect)
+        return effects
+
+    def _carry_out(self, effect: fe.Effect) -> None:
+        match effect:
+            case fe.Save(record):
+                self.ledger.save(record)
+                self.world.faults.point(self, "coordinator.after_save")
+            case fe.Welcome(session, term):
+                self._welcome(session, term)
+            case fe.CloseSession(session, error):
+                self._close(session, error)
+            case fe.BroadcastState():
+                self._broadcast()
+            case fe.UpdateChanged(update_id):
+                self._tell_watches(update_id)
+            case _:
+                pass  # UpdatePlanned answers its caller; views are read when somebody asks
+
+    # ---- sessions ----
+
+    def hello(self, session: Session, event: Callable[[int], fe.Event]) -> None:
+        """The first frame of a session; `event` makes it, given the session's number."""
+        self._next_session += 1
+        number = self._next_session
+        self.sessions[number] = session
+        session.stream.on_server_end = lambda: self._ended(number)
+        self.said(session, lambda: event(number))
+
+    def said(self, session: Session, event: Callable[[], fe.Event]) -> None:
+        """A frame. A refusal ends the session."""
+        try:
+            self.handle(event())
+        except e.WeightplaneError as error:
+            self._end(session, error)
+
+    def report(self, session: Session, state: EngineState, gate_open: bool) -> None:
+        number = self._number(session)
+        if number is not None:
+            self.said(session, lambda: fe.EngineReported(number, state, gate_open))
+
+    def progress(self, session: Session, term: Term, step: int, phase: str, progress: int) -> None:
+        number = self._number(session)
+        if number is not None:
+            self.said(session, lambda: fe.TrainerReported(number, term, step, phase, progress))
+
+    def goodbye(self, session: Session) -> None:
+        number = self._number(session)
+        if number is not None:
+            self.sessions.pop(number)
+            session.stream.refuse(e.PeerLost(peer="the agent", cause="it said goodbye"))
+            self.handle(fe.SessionEnded(number, goodbye=True))
+
+    def _number(self, session: Session) -> int | None:
+        return next((n for n, s in self.sessions.items() if s is session), None)
+
+    def _end(self, session: Session, error: e.WeightplaneError) -> None:
+        number = self._number(session)
+        session.stream.refuse(error)
+        if number is not None:
+            self.after(0.0, lambda: self._ended(number))
+
+    def _close(self, number: int, error: e.WeightplaneError) -> None:
+        session = self.sessions.get(number)
+        if session is not None:
+            self.world.witness.refused(error)
+            self._end(session, error)
+
+    def _ended(self, number: int) -> None:
+        if self.sessions.pop(number, None) is not None:
+            self.handle(fe.SessionEnded(number, goodbye=False))
+
+    # ---- telling ----
+
+    def news(self) -> FleetNews:
+        models = tuple(ModelNews(n, m.term, m.served) for n, m in sorted(self.core.models.items()))
+        return FleetNews(self.core.term, models)
+
+    def _welcome(self, number: int, term: Term) -> None:
+        session, news = self.sessions.get(number), self.news()
+        self.world.witness.told_state(self, news)
+        if term:
+            self.world.witness.told_term(self, POLICY, term)
+        if session is not None:
+            session.stream.to_client(lambda: session.welcomed(news, term))
+
+    def _broadcast(self) -> None:
+        news = self.news()
+        self.world.witness.told_state(self, news)
+        for session in self.sessions.values():
+            session.stream.to_client(lambda told=session.told: told(news))  # type: ignore[misc]
+
+    def _tell_watches(self, update_id: UpdateId) -> None:
+        for watch in self._watches.get(update_id, ()):
+            self._tell(update_id, watch)
+
+    def _tell(self, update_id: UpdateId, watch: Watch) -> None:
+        update = self.core.updates[update_id]
+        phase = update.phase
+        if watch.last is phase:
+            return
+        watch.last = phase
+        self.world.witness.told_phase(self, update_id, phase)
+        lost = frozenset(o.engine_id for o in update.outcomes.values() if o.lost)
+        watch.stream.to_client(lambda: watch.told(phase, lost))
+
+    # ---- calls ----
+
+    def begin(self, stream: Stream, request: fe.UpdateRequested, answer: Callable[[Begun], None]) -> None:
+        try:
+            effects = self.handle(request)
+        except e.WeightplaneError as error:
+            stream.refuse(error)
+            return
+        update = next(x.update for x in effects if isinstance(x, fe.UpdatePlanned))
+        self.world.witness.told_plan(self, update.update_id)
+        begun = Begun(update.update_id, update.version, update.plan)
+        stream.to_client(lambda: answer(begun))
+
+    def abort(self, stream: Stream, request: fe.AbortRequested, answer: Callable[[Phase], None]) -> None:
+        try:
+            self.handle(request)
+        except e.WeightplaneError as error:
+            stream.refuse(error)
+            return
+        phase = self.core.updates[request.update_id].phase
+        stream.to_client(lambda: answer(phase))
+
+    def watch(self, update_id: UpdateId, watch: Watch) -> None:
+        if update_id not in self.core.updates:
+            error = e.UnknownUpdate(update_id=update_id)
+            self.world.witness.refused(error)
+            watch.stream.refuse(error)
+            return
+        self._watches.setdefault(update_id, []).append(watch)
+        watch.stream.on_server_end = lambda: self._unwatch(update_id, watch)
+        self._tell(update_id, watch)
+
+    def _unwatch(self, update_id: UpdateId, watch: Watch) -> None:
+        watches = self._watches.get(update_id, [])
+        if watch in watches:
+            watches.remove(watch)
+
+    def routes(self, stream: Stream, answer: Callable[[list[EngineId]], None]) -> None:
+        """Everything routable now."""
+        found = [i for i, r in sorted(self.core.engines.items()) if self.core.routable(r)]
+        for engine_id in found:
+            self.world.witness.check_route(self, engine_id)
+        stream.to_client(lambda: answer(found))

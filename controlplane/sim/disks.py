@@ -1,0 +1,96 @@
+"""Disks that keep what was synced, and lose the rest when their process dies.
+
+The ledger's records are those of `MemoryLedger`; `kept` answers what a reader of the disk would find now, which is
+what INV-9 is measured with.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from controlplane.core.fleet_records import Record, Recovered, TermGiven, UpdateBegan, UpdateDecided, UpdateWentGo
+from controlplane.core.versions import ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.ledger import MemoryLedger
+
+
+@dataclass
+class Kept:
+    """What is on the disk, by what people ask for."""
+
+    terms: dict[ModelName, Term] = field(default_factory=dict)
+    began: dict[UpdateId, WeightVersion] = field(default_factory=dict)
+    went_go: set[UpdateId] = field(default_factory=set)
+    decided: dict[UpdateId, UpdateDecided] = field(default_factory=dict)
+    served: dict[ModelName, tuple[WeightVersion, ...]] = field(default_factory=dict)
+
+    def note(self, record: Record) -> None:
+        match record:
+            case TermGiven():
+                self.terms[record.model] = record.term
+            case UpdateBegan():
+                self.began[record.update_id] = record.version
+            case UpdateWentGo():
+                self.went_go.add(record.update_id)
+            case UpdateDecided():
+                self.decided[record.update_id] = record
+                self.served[record.model] = record.served
+            case _:
+                pass
+
+
+class LedgerDisk:
+    """The coordinator's ledger. `save` writes and syncs; `between` is called in between."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.kept = Kept()
+        self._between = between
+        self._ledger = MemoryLedger()
+        self._unsynced: list[Record] = []
+
+    def open(self, run_id: RunId) -> Recovered:
+        self._unsynced.clear()
+        return self._ledger.open(run_id)
+
+    def save(self, record: Record) -> None:
+        self._unsynced.append(record)
+        self._between()
+        self.sync()
+
+    def sync(self) -> None:
+        for record in self._unsynced:
+            self._ledger.save(record)
+            self.kept.note(record)
+        self._unsynced.clear()
+
+    def close(self) -> None:
+        self._unsynced.clear()
+
+    def copy(self) -> tuple[MemoryLedger, Kept]:
+        """What a backup taken now would hold."""
+        return copy.deepcopy((self._ledger, self.kept))
+
+    def restore(self, backup: tuple[MemoryLedger, Kept]) -> None:
+        self._ledger, self.kept = copy.deepcopy(backup)
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """Zeros: nothing was seen yet."""
+
+    term: Term = Term(0)
+    coordinator_term: Term = Term(0)
+    number: int = 0
+
+
+class AgentDisk:
+    """The highest terms and number that an engine agent saw."""
+
+    def __init__(self, between: Callable[[], None]) -> None:
+        self.synced = Remembered()
+        self._between = between
+
+    def save(self, remembered: Remembered) -> None:
+        self._between()
+        self.synced = remembered
