@@ -102,7 +102,10 @@ def _forked_child() -> int:
 
 
 def say(**fields: Any) -> None:
-    print(json.dumps({"rank": int(os.environ.get("RANK", "0")), "pid": os.getpid()} | fields), flush=True)
+    line = json.dumps({"rank": int(os.environ.get("RANK", "0")), "pid": os.getpid()} | fields)
+    # One write a line: ranks share a pipe, and an unbuffered print writes the newline by itself.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def main() -> None:
