@@ -50,6 +50,9 @@ class Session:
     stream: Stream
     welcomed: Callable[[FleetNews, Term], None]
     told: Callable[[FleetNews], None]
+    number: int = 0
+    greeted: bool = False
+    """The agent had its welcome."""
 
 
 @dataclass
@@ -144,7 +147,7 @@ class Coordinator(Process):
     def hello(self, session: Session, event: Callable[[int], fe.Event]) -> None:
         """The first frame of a session; `event` makes it, given the session's number."""
         self._next_session += 1
-        number = self._next_session
+        number = session.number = self._next_session
         self.sessions[number] = session
         session.stream.on_server_end = lambda: self._ended(number)
         self.said(session, lambda: event(number))
@@ -174,7 +177,7 @@ class Coordinator(Process):
             self.handle(fe.SessionEnded(number, goodbye=True))
 
     def _number(self, session: Session) -> int | None:
-        return next((n for n, s in self.sessions.items() if s is session), None)
+        return session.number if self.sessions.get(session.number) is session else None
 
     def _end(self, session: Session, error: e.WeightplaneError) -> None:
         number = self._number(session)

@@ -72,7 +72,10 @@ class Kernel:
         for stream in [s for s in a.streams if b in (s.client, s.server)]:
             stream.cut()
 
-    def heal(self) -> None:
+    def heal(self, a: Process, b: Process) -> None:
+        self._apart.discard(_pair(a, b))
+
+    def heal_all(self) -> None:
         self._apart.clear()
 
     def apart(self, a: Process, b: Process) -> bool:
@@ -94,6 +97,7 @@ class Process:
         self.paused = False
         self.backlog: list[tuple[int, Action]] = []
         self.streams: dict[Stream, None] = {}
+        self.on_death: Action = _nothing
 
     def start(self) -> None:
         self.life += 1
@@ -116,6 +120,7 @@ class Process:
         for stream in list(self.streams):
             stream.cut()
         self.streams.clear()
+        self.on_death()
 
     def pause(self) -> None:
         self.paused = True

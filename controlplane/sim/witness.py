@@ -75,7 +75,7 @@ class Witness:
     # ---- engines ----
 
     def engine(self, life: Life, event: ee.Event, before: EngineState, effects: list[ee.Effect]) -> None:
-        """An engine agent decided `event`."""
+        """An engine agent decided `event`; nothing was carried out yet."""
         after = life.core.state
         self.coverage.engine_events[type(event).__name__] += 1
         self._note_word(life)
@@ -87,7 +87,6 @@ class Witness:
                 self._check_start(life, event, effect.update)
             elif isinstance(effect, ee.Accept):
                 self._check_accept(life, event, effect)
-        self._note_terms(life, event)
         self.check(after.incarnation == before.incarnation, "L2", "an incarnation changed its name")
 
     def _note_word(self, life: Life) -> None:
@@ -110,6 +109,11 @@ class Witness:
         if isinstance(event, ee.CanaryPassed) and applied is not None:
             self.check(applied.number >= life.highest, "INV-5", f"{life} applied {applied} after {life.highest}")
             life.highest = applied.number
+        if isinstance(event, ee.CanaryPassed):
+            life.distrusted = False
+        elif isinstance(event, ee.SpansDisagreed):
+            life.distrusted = True
+        self.check(not (life.distrusted and applied), "INV-11", f"{life} claims {applied} after its spans disagreed")
         if life.core.gate_open:
             self.check(applied is not None and not after.installing, "INV-4", f"{life}: the gate is open on {after}")
             self.check(applied in life.core.served, "INV-10", f"{life}: the gate is open on {applied}")
@@ -144,7 +148,8 @@ class Witness:
             held = life.engine.content == self.truth.get(event.version) and state.applied == event.version
             self.check(held, "INV-6", f"{life} answers {event.version} as done and does not hold it")
 
-    def _note_terms(self, life: Life, event: ee.Event) -> None:
+    def acted(self, life: Life, event: ee.Event) -> None:
+        """What followed from `event` was carried out: terms in it are on the agent's disk now (INV-7)."""
         agent = life.agent
         if isinstance(event, ee.FleetChanged):
             old = agent.seen_coordinator_term

@@ -72,10 +72,13 @@ class Demo:
         )
 
     def close(self) -> None:
+        self.process.kill()
+        self.process.wait(END_SECONDS)
+        with suppress(AssertionError):
+            eventually_blocking(lambda: self.processes() == [], within=END_SECONDS)
         for pid in self.processes():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.process.wait(END_SECONDS)
         shutil.rmtree(self.scratch)
 
 

@@ -336,6 +336,26 @@ async def test_a_process_that_moved_to_another_session_is_ended_too(crew: Crew) 
     assert child.ended
 
 
+SHARER = (
+    "from multiprocessing.shared_memory import SharedMemory\n"
+    "shared = SharedMemory(create=True, size=16)\n"
+    "print(shared.name, flush=True)\n" + SLEEPER
+)
+
+
+async def test_what_a_killed_process_shared_is_gone_too(crew: Crew) -> None:
+    child = await crew.start("engine-0", [sys.executable, "-c", SHARER])
+    await eventually(lambda: child.log.read_text().endswith("\n"))
+    segment = SHARED_MEMORY / child.log.read_text().strip().lstrip("/")
+    assert segment.exists()
+
+    crew.hurry = True
+    await crew.stop(child)
+
+    assert child.process.returncode == -signal.SIGKILL
+    assert not segment.exists()
+
+
 async def test_the_mark_finds_only_its_own_processes(crew: Crew) -> None:
     child = await crew.start("engine-0", [sys.executable, "-c", SLEEPER])
     assert marked(crew._mark) == [child.process.pid]

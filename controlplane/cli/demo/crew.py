@@ -27,6 +27,9 @@ MARK_VARIABLE = "WEIGHTPLANE_DEMO"
 STOP_SECONDS = 20.0
 """For an orderly end of one process, before it is killed."""
 KILL_SECONDS = 5.0
+TRACKER = b"resource_tracker"
+TRACKER_SECONDS = 3.0
+POLL_SECONDS = 0.1
 LOG_LINES_SHOWN = 12
 LOG_LINE_WIDTH = 240
 
@@ -106,7 +109,7 @@ class Crew:
             _signal(child.process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended_or_hurry(child), STOP_SECONDS)
-        _signal_group(child.process.pid, signal.SIGKILL)
+        await self._kill(pid for pid in marked(self._mark) if _group(pid) == child.process.pid)
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(child.process.wait(), KILL_SECONDS)
 
@@ -114,7 +117,19 @@ class Crew:
         """End every process, those that were started together at once, the last ones first; and what they left."""
         for _, together in groupby(reversed(self._children.copy()), key=lambda child: child.command):
             await asyncio.gather(*(self.stop(child) for child in together))
-        for pid in marked(self._mark):
+        await self._kill(marked(self._mark))
+
+    async def _kill(self, pids: Iterable[int]) -> None:
+        """SIGKILL, but Python's resource trackers last: they end by themselves and unlink what the dead shared."""
+        targets = set(pids)
+        trackers = {pid for pid in targets if TRACKER in _command(pid)}
+        for pid in targets - trackers:
+            _signal(pid, signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TRACKER_SECONDS):
+                while trackers & set(marked(self._mark)):  # noqa: ASYNC110 - a process of others tells nobody
+                    await asyncio.sleep(POLL_SECONDS)
+        for pid in trackers:
             _signal(pid, signal.SIGKILL)
 
     async def _ended_or_hurry(self, child: Child) -> None:
@@ -155,6 +170,13 @@ def _signal(pid: int, number: signal.Signals) -> None:
         os.kill(pid, number)
 
 
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, number)
+def _group(pid: int) -> int | None:
+    with contextlib.suppress(OSError):
+        return os.getpgid(pid)
+    return None
+
+
+def _command(pid: int) -> bytes:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    return b""

@@ -1,0 +1,291 @@
+"""One push of a simulated trainer: begin, feed every engine, watch the update, say who may go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core import fleet_events as fe
+from controlplane.core.assembly import Record
+from controlplane.core.plan import Assignment
+from controlplane.core.update_transaction import Phase
+from controlplane.core.versions import EngineId
+from controlplane.sim.coordinator import Begun, Watch
+from controlplane.sim.kernel import Stream, connect
+from controlplane.sim.settings import LAYOUT, POLICY, checksum, digest_of
+from controlplane.sim.update_stream import ChunkFrame, UpdateStream, Writer
+
+if TYPE_CHECKING:
+    from controlplane.sim.agent import Life
+    from controlplane.sim.trainer import Trainer
+
+RPC_SECONDS = 2.0
+RETRY_SECONDS = (0.1, 0.6)
+STRAGGLER_SECONDS = 1.5
+"""After a decision: how long engines that it did not wait for may take."""
+COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
+"""Phases in which a commit frame may go."""
+
+
+class Push:
+    """One attempt, under one number."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.world = trainer.world
+        self.content = self.world.next_content()
+        self.begun: Begun | None = None
+        self.phase = Phase.PREPARING
+        self.over = False
+        self.feeds: list[Feed] = []
+        self._request_id = f"{trainer.incarnation}:{trainer.step}:{self.content}"
+
+    def after(self, delay: float, action: Callable[[], None]) -> None:
+        self.trainer.after(delay, lambda: None if self.over else action())
+
+    def retry(self, action: Callable[[], None]) -> None:
+        self.after(self.world.kernel.rng.uniform(*RETRY_SECONDS), action)
+
+    # ---- begin ----
+
+    def begin(self) -> None:
+        stream = connect(self.trainer, self.world.coordinator)
+        if stream is None:
+            self.retry(self.begin)
+            return
+        coordinator, update_id = self.world.coordinator, self.world.coordinator.new_update_id()
+        request = fe.UpdateRequested(
+            update_id,
+            self._request_id,
+            self.world.settings.run_id,
+            POLICY,
+            self.trainer.term,
+            self.trainer.step,
+            self.world.settings.push_limit,
+        )
+        stream.on_client_end = self._begin_failed
+        stream.to_server(lambda: coordinator.begin(stream, request, lambda begun: self._begun(stream, begun)))
+
+    def _begin_failed(self, error: e.WeightplaneError) -> None:
+        if self.over or self.begun is not None:
+            return
+        if isinstance(error, e.StaleTerm):
+            self.trainer.fence()
+        self.retry(self.begin)
+
+    def _begun(self, stream: Stream, begun: Begun) -> None:
+        stream.cancel()
+        if self.over or self.begun is not None:
+            return
+        self.world.faults.point(self.trainer, "trainer.after_begin")
+        self.begun = begun
+        self.world.witness.wrote(begun.version, digest_of(self.content))
+        self._watch()
+        for assignment in begun.plan.assignments:
+            feed = Feed(self, assignment)
+            self.feeds.append(feed)
+            feed.open()
+        self.after(self.world.settings.push_limit, self._late)
+
+    # ---- the decision ----
+
+    def _watch(self) -> None:
+        if self.phase.final or self.begun is None:
+            return
+        stream = connect(self.trainer, self.world.coordinator)
+        if stream is None:
+            self.retry(self._watch)
+            return
+        watch, update_id = Watch(stream, self._told), self.begun.update_id
+        coordinator = self.world.coordinator
+        stream.on_client_end = self._watch_failed
+        stream.to_server(lambda: coordinator.watch(update_id, watch))
+
+    def _watch_failed(self, error: e.WeightplaneError) -> None:
+        if isinstance(error, e.UnknownUpdate):
+            self._told(Phase.FAILED, frozenset())
+        elif not self.over:
+            self.retry(self._watch)
+
+    def _told(self, phase: Phase, lost: frozenset[EngineId]) -> None:
+        if self.over or self.phase.final:
+            return
+        self.phase = phase
+        for feed in self.feeds:
+            if phase in COMMITS and feed.engine_id not in lost:
+                feed.commit()
+            elif phase.final:
+                feed.abort(f"the update is {phase.value}")
+        if phase.final:
+            waiting = any(f.working for f in self.feeds)
+            self.after(STRAGGLER_SECONDS if waiting and phase in COMMITS else 0.0, self._end)
+
+    def _late(self) -> None:
+        """The ranks' limit came first. After GO the decision is waited for."""
+        if self.phase is Phase.PREPARING:
+            self.give_up("the push's limit")
+
+    def give_up(self, reason: str) -> None:
+        assert self.begun is not None
+        stream = connect(self.trainer, self.world.coordinator)
+        if stream is None:
+            self.retry(lambda: self.give_up(reason))
+            return
+        coordinator, update_id = self.world.coordinator, self.begun.update_id
+        request = fe.AbortRequested(self.world.settings.run_id, update_id, self.trainer.term, reason)
+        stream.to_server(lambda: coordinator.abort(stream, request, lambda phase: self._told(phase, frozenset())))
+
+    def _end(self) -> None:
+        for feed in self.feeds:
+            feed.abort("the push is over")
+        self.over = True
+        self.trainer.push_over(committed=self.phase in (Phase.COMMITTED, Phase.DEGRADED))
+
+
+class Feed:
+    """The way of one update to one engine, over as many streams as it takes."""
+
+    def __init__(self, push: Push, assignment: Assignment) -> None:
+        assert push.begun is not None
+        self.push = push
+        self.world = push.world
+        self.engine_id = assignment.engine.engine_id
+        self.begun = push.begun
+        self._incarnation = assignment.engine.incarnation
+        self._stream: Stream | None = None
+        self._remote: list[UpdateStream] = []
+        self._ready = False
+        self._committed = False
+        self.working = True
+
+    # ---- an attempt ----
+
+    def open(self) -> None:
+        if not self.working:
+            return
+        self.world.faults.point(self.push.trainer, "trainer.before_open")
+        agent = self.world.agents[self.engine_id]
+        stream = connect(self.push.trainer, agent)
+        if stream is None:
+            self.push.retry(self.open)
+            return
+        self._stream, self._ready = stream, False
+        remote = self._remote = []
+        stream.on_client_end = lambda error: self._failed(stream, error)
+        writer = Writer(
+            lambda layout, attached: self._accepted(stream, layout, attached),
+            lambda: self._got_ready(stream),
+            lambda: self._applied(stream),
+        )
+        stream.to_server(lambda: self._deliver_open(agent.present, stream, remote, writer))
+
+    def _deliver_open(self, life: Life, stream: Stream, remote: list[UpdateStream], writer: Writer) -> None:
+        """At the agent: a call reaches whichever life it has now."""
+        if not life.over:
+            remote.append(life.accept(stream))
+            remote[0].open(self._opened, writer)
+
+    def _opened(self, number: int) -> ee.Opened:
+        return ee.Opened(
+            number,
+            self.world.settings.run_id,
+            POLICY,
+            self._incarnation,
+            self.begun.update_id,
+            self.push.trainer.term,
+            self.begun.version,
+            LAYOUT.digest,
+            len(LAYOUT.tensors),
+            LAYOUT.byte_count,
+        )
+
+    def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:
+        remote = self._remote
+        stream.to_server(lambda: act(remote[0]) if remote else None)
+
+    def _accepted(self, stream: Stream, layout_needed: bool, attached: bool) -> None:
+        if stream is not self._stream:
+            return
+        if attached:
+            self._committed = True
+            return
+        if layout_needed:
+            self._to_agent(stream, lambda s: s.layout(LAYOUT))
+        for index, frame in enumerate(self._chunks()):
+            self.world.faults.point(self.push.trainer, "trainer.between_chunks")
+            self._to_agent(stream, lambda s, frame=frame: s.chunk(frame))  # type: ignore[misc]
+
+    def _chunks(self) -> list[ChunkFrame]:
+        """One tensor each, the first in two parts."""
+        first, last = (t.byte_count for t in LAYOUT.tensors)
+        parts = [
+            (Record(0, 0, 0, first // 2, None), 0),
+            (Record(0, first // 2, 0, first - first // 2, checksum(self.push.content, 0)), 1),
+            (Record(1, 0, 0, last, checksum(self.push.content, 1)), 2),
+        ]
+        return [
+            ChunkFrame(
+                partial(
+                    ee.ChunkArrived,
+                    version=self.begun.version,
+                    index=index,
+                    records=(record,),
+                    buffer_bytes=record.byte_count,
+                ),
+                {record.tensor: self.push.content},
+            )
+            for record, index in parts
+        ]
+
+    def _got_ready(self, stream: Stream) -> None:
+        if stream is self._stream:
+            self._ready = True
+            if self.push.phase in COMMITS:
+                self.commit()
+
+    def commit(self) -> None:
+        """GO was told: the commit frame goes as soon as the engine is ready."""
+        stream = self._stream
+        if stream is None or not self._ready or self._committed or not self.working:
+            return
+        self.world.faults.point(self.push.trainer, "trainer.before_commit")
+        self._committed = True
+        version, digest = self.begun.version, digest_of(self.push.content)
+        self._to_agent(stream, lambda s: s.commit(version, 3, LAYOUT.byte_count, digest))
+        self.world.faults.point(self.push.trainer, "trainer.after_commit")
+
+    def _applied(self, stream: Stream) -> None:
+        self.working = False
+
+    # ---- its ends ----
+
+    def _failed(self, stream: Stream, error: e.WeightplaneError) -> None:
+        if stream is not self._stream or not self.working:
+            return
+        self._stream, self._ready = None, False
+        if isinstance(error, e.StaleTerm):
+            self.push.trainer.fence()
+        broken = isinstance(error, e.PeerLost)
+        passing = isinstance(error, (e.NotWelcomed, e.UpdateInProgress, e.UpdateAborted)) and not self._committed
+        if broken or passing:
+            self.push.retry(self.open)
+        else:
+            self.working = False
+
+    def abort(self, reason: str) -> None:
+        """Given up before the commit frame; after it the agent owns the install and only the waiting ends."""
+        stream, self._stream = self._stream, None
+        self.working = False
+        if stream is None:
+            return
+        if not self._committed:
+            self._to_agent(stream, lambda s: s.abort(reason))
+        self.push.trainer.after(0.5, stream.cancel)
+
+    def again(self) -> None:
+        """The same update is opened a second time, while the first stream goes on by itself."""
+        if self.working and self._stream is not None and not self._committed:
+            self.open()

@@ -1,0 +1,139 @@
+"""Live generation requests at an engine agent: who made which token, by the rules of `engine_agent.requests`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from controlplane.core import errors as e
+from controlplane.core.engine_state import Life as LifeWord
+from controlplane.core.engine_state import Poisoned
+from controlplane.core.versions import WeightVersion
+from controlplane.sim.kernel import Stream
+
+if TYPE_CHECKING:
+    from controlplane.sim.agent import Life
+
+TOKEN_SECONDS = (0.05, 0.3)
+WAIT_SECONDS = 2.0
+
+
+@dataclass(eq=False)
+class _Request:
+    stream: Stream
+    version: WeightVersion
+    left: int
+    behind_border: bool = False
+    waiting: list[bytes] = field(default_factory=list)
+    """Contents that made tokens which nobody was given yet."""
+    ended: bool = False
+
+
+@dataclass(eq=False)
+class _Waiter:
+    stream: Stream
+    tokens: int
+    wanted: int | None
+
+
+class Requests:
+    """Those of one incarnation."""
+
+    def __init__(self, life: Life) -> None:
+        self._life = life
+        self._live: list[_Request] = []
+        self._waiters: list[_Waiter] = []
+
+    def generate(self, stream: Stream, tokens: int, wanted: int | None) -> None:
+        """A client asks. It waits outside the gate until the gate is open and its pin is met, for a time."""
+        waiter = _Waiter(stream, tokens, wanted)
+        self._waiters.append(waiter)
+        self._life.after(WAIT_SECONDS, lambda: self._give_up(waiter))
+        self.look_again()
+
+    def look_again(self) -> None:
+        state = self._life.core.state
+        for waiter in list(self._waiters):
+            if state.life in (LifeWord.STOPPING, LifeWord.DEAD):
+                self._refuse(waiter, e.EngineNotReady(engine_id=state.engine_id, holds=state.life.value))
+            elif isinstance(state.weights, Poisoned) and not state.installing:
+                self._refuse(waiter, e.EnginePoisoned(engine_id=state.engine_id, cause=state.weights.cause))
+            elif self._life.open and state.applied is not None and state.applied.number >= (waiter.wanted or 0):
+                self._waiters.remove(waiter)
+                request = _Request(waiter.stream, state.applied, waiter.tokens)
+                request.stream.on_server_end = lambda request=request: self._drop(request)  # type: ignore[misc]
+                self._live.append(request)
+                self._next_token(request)
+
+    def _give_up(self, waiter: _Waiter) -> None:
+        if waiter not in self._waiters:
+            return
+        state = self._life.core.state
+        applied = state.applied
+        if waiter.wanted is not None and (applied is None or applied.number < waiter.wanted):
+            error: e.WeightplaneError = e.VersionUnavailable(wanted=str(waiter.wanted), applied=str(applied))
+        else:
+            error = e.EngineNotReady(engine_id=state.engine_id, holds=", ".join(sorted(map(str, state.holds))))
+        self._refuse(waiter, error)
+
+    def _refuse(self, waiter: _Waiter, error: e.WeightplaneError) -> None:
+        self._waiters.remove(waiter)
+        self._life.world.witness.refused(error)
+        waiter.stream.refuse(error)
+
+    # ---- tokens ----
+
+    def _next_token(self, request: _Request) -> None:
+        self._life.after(self._life.world.kernel.rng.uniform(*TOKEN_SECONDS), lambda: self._token(request))
+
+    def _token(self, request: _Request) -> None:
+        if request.ended:
+            return
+        if self._life.engine.running:
+            request.left -= 1
+            if request.behind_border:
+                request.waiting.append(self._life.engine.content)
+            else:
+                self._life.world.witness.token(self._life, request.version, self._life.engine.content)
+        if request.left > 0:
+            self._next_token(request)
+        else:
+            self._finish(request)
+
+    def draw_border(self) -> None:
+        """Generation stands still: tokens so far are the old version's (INV-11)."""
+        for request in self._live:
+            request.behind_border = True
+
+    def release(self, version: WeightVersion) -> None:
+        """The gate opens with `version`: what waited is its, and so is what comes."""
+        for request in self._live:
+            request.behind_border, request.version = False, version
+            for content in request.waiting:
+                self._life.world.witness.token(self._life, version, content)
+            request.waiting.clear()
+
+    def abort_all(self) -> None:
+        """Poisoned: what waited is dropped, and each sample ends with what it has."""
+        for request in list(self._live):
+            request.waiting.clear()
+            self._finish(request)
+
+    def end_all(self) -> None:
+        gone = e.EngineDied(engine_id=self._life.agent.name, cause="the engine's processes are gone")
+        for request in list(self._live):
+            request.stream.refuse(gone)
+            self._drop(request)
+        for waiter in list(self._waiters):
+            self._refuse(waiter, gone)
+
+    def _finish(self, request: _Request) -> None:
+        request.stream.refuse(e.PeerLost(peer="the engine", cause="the sample is complete"))
+        self._drop(request)
+
+    def _drop(self, request: _Request) -> None:
+        request.ended = True
+        if request in self._live:
+            self._live.remove(request)
+
+

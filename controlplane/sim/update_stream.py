@@ -1,0 +1,189 @@
+"""One UpdateWeights stream at an engine agent: frames one after the other, checks that take time, one end.
+
+Whatever ends it (an error, a break, silence, an abort frame) becomes one `StreamEnded`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core.layout import Layout
+from controlplane.core.versions import UpdateId, WeightVersion
+from controlplane.sim.engine import Staged
+from controlplane.sim.kernel import Stream
+from controlplane.sim.settings import LAYOUT, checksum
+
+if TYPE_CHECKING:
+    from controlplane.sim.agent import Life
+
+CHECK_SECONDS = (0.005, 0.1)
+
+
+@dataclass
+class Writer:
+    """How a stream's answers reach who opened it."""
+
+    accepted: Callable[[bool, bool], None]
+    """Whether the layout is needed, whether it attached."""
+    ready: Callable[[], None]
+    applied: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkFrame:
+    """`contents` are the bytes themselves: which weights each record's bytes are of."""
+
+    event: Callable[[int], ee.ChunkArrived]
+    contents: dict[int, int]
+
+
+class UpdateStream:
+    """The agent's side."""
+
+    def __init__(self, life: Life, stream: Stream, number: int) -> None:
+        self.life = life
+        self.stream = stream
+        self.number = number
+        self.writer: Writer | None = None
+        self._frames: deque[Callable[[], None]] = deque()
+        self._busy = False
+        self._ended = False
+        self._heard_at = life.world.kernel.now
+        stream.on_server_end = lambda: self._end("the stream ended without a commit", "UPDATE_ABORTED")
+        life.after(life.world.settings.stream_idle, self._watch_idle)
+
+    # ---- frames ----
+
+    def open(self, opened: Callable[[int], ee.Opened], writer: Writer) -> None:
+        self.writer = writer
+        self._take(lambda: self._open(opened(self.number), writer))
+
+    def layout(self, layout: Layout) -> None:
+        self._take(lambda: self._apply(ee.LayoutArrived(self.number, layout)))
+
+    def chunk(self, frame: ChunkFrame) -> None:
+        self._take(lambda: self._chunk(frame))
+
+    def commit(self, version: WeightVersion, chunks: int, byte_count: int, digest: bytes) -> None:
+        event = ee.CommitArrived(self.number, version, chunks, byte_count, digest)
+        self._take(lambda: self._commit(event))
+
+    def abort(self, reason: str) -> None:
+        self._take(lambda: self.fail(e.UpdateAborted(update_id="", cause=reason)))
+
+    def _take(self, frame: Callable[[], None]) -> None:
+        """Frames are read one after the other, and not while bytes are checked."""
+        self._heard_at = self.life.world.kernel.now
+        self._frames.append(frame)
+        self._read()
+
+    def _read(self) -> None:
+        while self._frames and not self._busy and not self._ended and not self.life.over:
+            try:
+                self._frames.popleft()()
+            except e.WeightplaneError as error:
+                self.fail(error)
+
+    # ---- what they mean ----
+
+    def _apply(self, event: ee.Event) -> list[ee.Effect]:
+        return self.life.apply(event)
+
+    def _open(self, event: ee.Opened, writer: Writer) -> None:
+        accept = next(x for x in self._apply(event) if isinstance(x, ee.Accept))
+        self.stream.to_client(lambda: writer.accepted(accept.layout_needed, accept.attached))
+        self.life.world.faults.point(self.life.agent, "engine.after_open")
+        if accept.attached:
+            self._wait(event.update_id)
+        else:
+            self.life.staged[self.number] = Staged()
+
+    def _chunk(self, frame: ChunkFrame) -> None:
+        event = frame.event(self.number)
+        verify = next(x for x in self._apply(event) if isinstance(x, ee.Verify))
+        self._busy = True
+        self.life.after(
+            self.life.world.kernel.rng.uniform(*CHECK_SECONDS), lambda: self._checked(frame, event, verify)
+        )
+
+    def _checked(self, frame: ChunkFrame, event: ee.ChunkArrived, verify: ee.Verify) -> None:
+        self._busy = False
+        if self._ended:
+            return
+        try:
+            self._check(frame, event)
+            self.life.world.faults.point(self.life.agent, "engine.between_chunks")
+            if verify.last:
+                self._apply(ee.BytesVerified(self.number))
+                assert self.writer is not None
+                self.stream.to_client(self.writer.ready)
+        except e.WeightplaneError as error:
+            self.fail(error)
+        self._read()
+
+    def _check(self, frame: ChunkFrame, event: ee.ChunkArrived) -> None:
+        staged, update = self.life.staged.get(self.number), self.life.core.update
+        if staged is None or update is None or update.assembly is None or update.stream != self.number:
+            raise e.UpdateAborted(update_id="", cause="the update ended meanwhile")
+        staged.chunks += 1
+        for record in event.records:
+            staged.byte_count += record.byte_count
+            content = frame.contents[record.tensor]
+            if record.checksum is not None and record.checksum != checksum(content, record.tensor):
+                name = LAYOUT.tensors[record.tensor].name
+                error = e.ChecksumMismatch(
+                    name=name, expected=record.checksum.hex(), got=checksum(content, record.tensor).hex()
+                )
+                self.life.world.witness.refused(error)
+                raise error
+            staged.contents[record.tensor] = content
+
+    def _commit(self, event: ee.CommitArrived) -> None:
+        start = next(x for x in self._apply(event) if isinstance(x, ee.StartInstall))
+        self.life.start_install(start)
+        self._wait(start.update.update_id)
+
+    def _wait(self, update_id: UpdateId) -> None:
+        self.life.wait_for(update_id, self._decided)
+
+    def _decided(self, error: e.WeightplaneError | None) -> None:
+        if self._ended:
+            return
+        if error is not None:
+            self.fail(error)
+            return
+        assert self.writer is not None
+        self.stream.to_client(self.writer.applied)
+        self._end("it is done", "")
+
+    # ---- its end ----
+
+    def fail(self, error: e.WeightplaneError) -> None:
+        """Ends it with an answer."""
+        if not self._ended:
+            self.stream.refuse(error)
+            self._end(str(error), error.reason)
+
+    def _end(self, cause: str, reason: str) -> None:
+        if self._ended or self.life.over:
+            return
+        self._ended = True
+        self.life.streams.pop(self.number, None)
+        self._apply(ee.StreamEnded(self.number, cause, reason))
+
+    def _watch_idle(self) -> None:
+        life = self.life
+        if self._ended:
+            return
+        silent = life.world.kernel.now - self._heard_at
+        limit = life.world.settings.stream_idle
+        installing = life.core.state.installing
+        if silent >= limit - 1e-6 and not installing:
+            self.fail(e.UpdateAborted(update_id="", cause=f"no frame for {limit} s"))
+        else:
+            life.after(limit if installing else max(limit - silent, 0.1), self._watch_idle)
