@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 PROTOS = Path(__file__).resolve().parent
+DOCUMENTED = Path("weightplane/v1/documented.binpb")
 
 
 def generate(out: Path) -> None:
@@ -22,6 +23,10 @@ def generate(out: Path) -> None:
     environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}  # where mypy-protobuf's plugins are
     _protoc([*command, *files], environment)
     _protoc([*command[:5], f"--grpc_python_out={out}", f"--mypy_grpc_out={out}", *with_services], environment)
+    # The public contract with its comments, which generated Python drops: what reflection answers with.
+    public = [f for f in files if f.startswith("weightplane/v1/")]
+    described = ["--include_source_info", f"--descriptor_set_out={out / DOCUMENTED}"]
+    _protoc([*command[:5], *described, *public], environment)
 
 
 def _protoc(command: list[str], environment: dict[str, str]) -> None:
@@ -31,8 +36,9 @@ def _protoc(command: list[str], environment: dict[str, str]) -> None:
 
 
 def stale(out: Path) -> list[str]:
-    made = {p.relative_to(out) for p in out.rglob("*_pb2*")}
+    made = {DOCUMENTED} | {p.relative_to(out) for p in out.rglob("*_pb2*")}
     kept = {p.relative_to(PROTOS) for p in PROTOS.rglob("*_pb2*.py*") if "__pycache__" not in p.parts}
+    kept |= {DOCUMENTED} if (PROTOS / DOCUMENTED).exists() else set()
     differs = {p for p in made & kept if not filecmp.cmp(out / p, PROTOS / p, shallow=False)}
     return sorted(str(p) for p in (made ^ kept) | differs)
 

@@ -22,6 +22,7 @@ from grpc_reflection.v1alpha import reflection
 
 from controlplane.core.errors import WeightplaneError
 from controlplane.rpc.channels import SERVER_OPTIONS
+from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
 from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
 from controlplane.rpc.validation import validate
@@ -71,7 +72,7 @@ async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server
     names = tuple(add(server) for add in register)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
-    reflection.enable_server_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
+    enable_documented_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
