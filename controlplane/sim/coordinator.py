@@ -130,6 +130,7 @@ class Coordinator(Process):
         match effect:
             case fe.Save(record):
                 self.ledger.save(record)
+                self.world.witness.saved(self, record)
                 self.world.faults.point(self, "coordinator.after_save")
             case fe.Welcome(session, term):
                 self._welcome(session, term)

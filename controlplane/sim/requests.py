@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.core.engine_state import Poisoned
@@ -63,6 +64,7 @@ class Requests:
                 request = _Request(waiter.stream, state.applied, waiter.tokens)
                 request.stream.on_server_end = lambda request=request: self._drop(request)  # type: ignore[misc]
                 self._live.append(request)
+                self._count()
                 self._next_token(request)
 
     def _give_up(self, waiter: _Waiter) -> None:
@@ -135,5 +137,9 @@ class Requests:
         request.ended = True
         if request in self._live:
             self._live.remove(request)
+            self._count()
+
+    def _count(self) -> None:
+        self._life.apply(ee.RequestsCounted(len(self._live), len(self._waiters)))
 
 

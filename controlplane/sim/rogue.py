@@ -104,6 +104,11 @@ class Rogue(Process):
             "INVALID_MESSAGE": Lie({}, (layout, _no_such_tensor(version))),
             "another version": Lie({}, (layout, _chunk(WeightVersion(3, Term(0)), 0, CONTENT))),
         }
+        if life.highest > 0:
+            same = WeightVersion(life.highest, version.term)
+            frames = (layout, _chunk(same, 0, CONTENT), _chunk(same, 1, CONTENT))
+            commit: Frame = lambda s: s.commit(same, 2, LAYOUT.byte_count, digest)  # noqa: E731
+            lies["VERSION_CONFLICT"] = Lie({"version": same}, (*frames, commit))
         for reason, other in LAYOUTS.items():
             changes: dict[str, object] = {"layout_digest": other.digest, "byte_count": other.byte_count}
             lies[reason] = Lie(changes, (lambda s, other=other: s.layout(other),))  # type: ignore[misc]

@@ -216,30 +216,40 @@ class Witness:
     def _check_record_to_write(self, coordinator: Coordinator, record: Record) -> None:
         match record:
             case TermGiven():
-                highest = self._highest_terms.get(record.model, Term(0))
-                fresh = record.term > highest or self.ledger_restored
+                fresh = record.term > self._highest_terms.get(record.model, Term(0)) or self.ledger_restored
                 self.check(fresh, "INV-7", f"term {record.term} is given twice")
-                self._highest_terms[record.model] = max(record.term, highest)
             case UpdateBegan():
-                self._check_began(coordinator, record)
+                self._check_began(record)
             case UpdateWentGo():
                 same_life = self._began_in.get(record.update_id) == coordinator.life
                 self.check(same_life, "restart", f"{record.update_id} had no go when the coordinator died, and got one")
-                self._note_phase(record.update_id, "go")
             case UpdateDecided():
                 self._check_decision(coordinator, coordinator.core.updates[record.update_id], record)
-                self._note_phase(record.update_id, record.phase.value)
             case _:
                 pass
 
-    def _check_began(self, coordinator: Coordinator, record: UpdateBegan) -> None:
+    def _check_began(self, record: UpdateBegan) -> None:
         fresh = record.version.number > self._highest_number or self.ledger_restored
         self.check(fresh, "versions", f"number {record.version.number} is given after {self._highest_number}")
-        self._highest_number = max(self._highest_number, record.version.number)
         current = self._highest_terms.get(record.model, Term(0))
         self.check(record.version.term == current, "INV-7", f"an update of term {record.version.term}, not {current}")
-        self._began_in[record.update_id] = coordinator.life
-        self._phases[record.update_id] = "preparing"
+
+    def saved(self, coordinator: Coordinator, record: Record) -> None:
+        """It is on the disk now. What was not synced before a crash was never given."""
+        match record:
+            case TermGiven():
+                highest = self._highest_terms.get(record.model, Term(0))
+                self._highest_terms[record.model] = max(record.term, highest)
+            case UpdateBegan():
+                self._highest_number = max(self._highest_number, record.version.number)
+                self._began_in[record.update_id] = coordinator.life
+                self._phases[record.update_id] = "preparing"
+            case UpdateWentGo():
+                self._note_phase(record.update_id, "go")
+            case UpdateDecided():
+                self._note_phase(record.update_id, record.phase.value)
+            case _:
+                pass
 
     def _note_phase(self, update_id: UpdateId, phase: str) -> None:
         self.coverage.phases[(self._phases.get(update_id, "preparing"), phase)] += 1
@@ -250,20 +260,19 @@ class Witness:
         if record.phase is Phase.FAILED:
             return
         self.check(record.served == (update.version,), "INV-9", f"{record.update_id} serves {record.served}")
-        applied = [o for o in update.outcomes.values() if self._said_applied(o.engine_id, update)]
+        applied = [o for o in update.outcomes.values() if self._holds_it(coordinator, o.engine_id, update)]
         self.check(bool(applied), "INV-9", f"{record.update_id} is {record.phase.value}, and no live engine applied it")
         if record.phase is Phase.COMMITTED:
             unsaid = [o.engine_id for o in update.required if o.stage is not Stage.APPLIED]
             self.check(not unsaid, "INV-9", f"{record.update_id} is committed without {unsaid}")
 
-    def _said_applied(self, engine_id: EngineId, update: UpdateTransaction) -> bool:
-        last = self.delivered.get(engine_id)
-        if last is None or last.state.incarnation != update.outcomes[engine_id].incarnation:
+    def _holds_it(self, coordinator: Coordinator, engine_id: EngineId, update: UpdateTransaction) -> bool:
+        """By its last word, and it is not known to be gone."""
+        last, record = self.delivered.get(engine_id), coordinator.core.engines.get(engine_id)
+        if last is None or record is None or last.state.incarnation != update.outcomes[engine_id].incarnation:
             return False
-        progress = last.state.progress
-        alive = self._kernel.now - last.at <= self._ttl + 1e-6
-        said = progress is not None and progress.update_id == update.update_id and progress.stage is Stage.APPLIED
-        return alive and said
+        alive = record.session is not None or self._kernel.now - last.at <= self._ttl + 1e-6
+        return alive and last.state.applied == update.version
 
     # ---- what the coordinator tells (INV-9: it is on the disk before) ----
 

@@ -17,11 +17,11 @@ import pytest
 
 from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
+from controlplane.processes import descendants, start_time
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, segments
-from trainer_agent import lifeline
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -58,7 +58,7 @@ class Trainer:
         return self.process.returncode or 0, lines
 
     def below(self) -> list[int]:
-        return lifeline.descendants(self.process.pid)
+        return descendants(self.process.pid)
 
 
 async def _start(arguments: list[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
@@ -82,7 +82,7 @@ async def until_served(fleet: LocalFleet) -> None:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [p for p in pids if lifeline.start_time(p) is not None]
+    return [p for p in pids if start_time(p) is not None]
 
 
 async def test_ranks_are_started_push_and_end_with_code_ok(tmp_path: Path) -> None:

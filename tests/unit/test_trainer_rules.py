@@ -11,9 +11,9 @@ import pytest
 
 from controlplane.core import errors as e
 from controlplane.core.layout import DType, Layout, TensorSpec
+from controlplane.processes import start_time
 from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.errors import RemoteError
-from trainer_agent import lifeline
 from trainer_agent.agent import outcome
 from trainer_agent.agent.lastlife import FILE_NAME, LastLife
 from trainer_agent.agent.plans import check_plan, for_rank, push_plan
@@ -232,9 +232,9 @@ def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
 
 
 def test_a_reused_process_id_is_another_life() -> None:
-    at = lifeline.start_time(os.getpid())
+    at = start_time(os.getpid())
     assert at is not None
-    assert lifeline.start_time(2**22 + 5) is None
+    assert start_time(2**22 + 5) is None
 
 
 # ---- settings ----

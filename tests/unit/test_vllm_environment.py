@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from controlplane.processes import start_time
 from engine_agent.vllm.environment import engine_environment
-from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE, process_start
+from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from engine_agent.vllm.settings import OWN_ARGUMENTS, VllmSettings, engine_arguments
 
 SETTINGS = VllmSettings(Path("/models/m"))
@@ -28,7 +29,7 @@ def test_the_insecure_switch_is_never_passed_on() -> None:
 def test_an_engine_is_tied_to_this_process() -> None:
     made = environment()
     assert made[AGENT_PID_VARIABLE] == str(os.getpid())
-    assert made[AGENT_START_VARIABLE] == process_start(os.getpid())
+    assert made[AGENT_START_VARIABLE] == str(start_time(os.getpid()))
 
 
 def test_processes_are_spawned_because_grpc_does_not_survive_a_fork() -> None:

@@ -10,15 +10,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE, process_start
+from controlplane.processes import start_time
+from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from tests.support.eventually import eventually_blocking
 
 CHILD = "import time; from engine_agent.vllm.lineage import watch_agent; watch_agent(); print('up', flush=True); "
 WAIT = "time.sleep(60)"
 
 
-def child_of(pid: int, start: str | None, code: str = CHILD + WAIT) -> subprocess.Popen[str]:
-    tie = {AGENT_PID_VARIABLE: str(pid), AGENT_START_VARIABLE: start or ""}
+def child_of(pid: int, start: int | str | None, code: str = CHILD + WAIT) -> subprocess.Popen[str]:
+    tie = {AGENT_PID_VARIABLE: str(pid), AGENT_START_VARIABLE: str(start or "")}
     return subprocess.Popen([sys.executable, "-c", code], env=os.environ | tie, stdout=subprocess.PIPE, text=True)
 
 
@@ -30,7 +31,7 @@ def agent() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_a_killed_agent_takes_its_child_along(agent: subprocess.Popen[bytes]) -> None:
-    with child_of(agent.pid, process_start(agent.pid)) as child:
+    with child_of(agent.pid, start_time(agent.pid)) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         agent.kill()
@@ -39,7 +40,7 @@ def test_a_killed_agent_takes_its_child_along(agent: subprocess.Popen[bytes]) ->
 
 
 def test_a_child_whose_agent_is_gone_already_ends_at_once(agent: subprocess.Popen[bytes]) -> None:
-    start = process_start(agent.pid)
+    start = start_time(agent.pid)
     agent.kill()
     agent.wait()
     with child_of(agent.pid, start) as child:
@@ -60,4 +61,4 @@ def test_a_process_without_an_agent_is_left_alone() -> None:
 def test_no_process_has_no_start_time() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as ended:
         ended.wait()
-    assert process_start(ended.pid) is None
+    assert start_time(ended.pid) is None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import structlog
 
-from trainer_agent import lifeline
+from controlplane.processes import start_time
 
 log = structlog.get_logger(__name__)
 
@@ -38,14 +38,14 @@ class LastLife:
 
     def begin(self, incarnation: str, pids: Iterable[int]) -> None:
         """A new life holds the lease."""
-        started = ((pid, lifeline.start_time(pid)) for pid in pids)
+        started = ((pid, start_time(pid)) for pid in pids)
         self._life = _Life(incarnation, tuple((pid, at) for pid, at in started if at is not None))
         if self._path is not None:
             self._write(self._path, self._life)
 
     def ended_incarnation(self) -> str:
         """The last life, if every process of it has ended; else empty."""
-        if self._life is None or any(lifeline.start_time(pid) == at for pid, at in self._life.processes):
+        if self._life is None or any(start_time(pid) == at for pid, at in self._life.processes):
             return ""
         return self._life.incarnation
 

@@ -17,7 +17,7 @@ from contextlib import suppress
 import structlog
 
 from controlplane.exit_codes import ExitCode
-from trainer_agent import lifeline
+from controlplane.processes import descendants, set_death_signal, start_time
 
 log = structlog.get_logger(__name__)
 
@@ -73,19 +73,19 @@ class Launcher:
             await asyncio.wait_for(self._process.wait(), KILL_SECONDS)
         for pid, started in below.items():
             with suppress(ProcessLookupError):
-                if lifeline.start_time(pid) == started:
+                if start_time(pid) == started:
                     os.kill(pid, signal.SIGKILL)
 
 
 def lives(pid: int) -> dict[int, int]:
     """Processes below `pid`, each with its start time: a process id alone may be another's by now."""
-    found = {p: lifeline.start_time(p) for p in lifeline.descendants(pid)}
+    found = {p: start_time(p) for p in descendants(pid)}
     return {p: started for p, started in found.items() if started is not None}
 
 
 def main() -> int:
     """The shim."""
-    lifeline.die_with_parent(signal.SIGTERM)
+    set_death_signal(signal.SIGTERM)
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.run import main as torchrun

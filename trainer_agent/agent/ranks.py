@@ -20,8 +20,9 @@ import structlog
 from google.protobuf.message import DecodeError
 
 from controlplane.core.errors import FrameInvalid, LimitExceeded, WeightplaneError
+from controlplane.processes import open_process
 from controlplane.rpc.validation import validate
-from trainer_agent import lifeline, wire
+from trainer_agent import wire
 from weightplane.local.v1 import rank_pb2
 
 log = structlog.get_logger(__name__)
@@ -123,7 +124,7 @@ class RankConnection:
         return f"process {self.pid} ended" if self._died.is_set() else "it closed the connection"
 
     def _watch_process(self) -> None:
-        self._death = lifeline.watch_process(self.pid)
+        self._death = open_process(self.pid)
         if self._death is not None:
             asyncio.get_running_loop().add_reader(self._death, self._process_ended)
 

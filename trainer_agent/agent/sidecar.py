@@ -16,8 +16,8 @@ from pathlib import Path
 
 from controlplane.core.errors import StaleTerm
 from controlplane.exit_codes import ExitCode
+from controlplane.processes import open_process
 from controlplane.rpc.logs import configure_logging
-from trainer_agent import lifeline
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
 
@@ -51,7 +51,7 @@ async def _until_over(agent: TrainerAgent, parent: int) -> None:
     stop, orphaned = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
-    death = lifeline.watch_process(parent)
+    death = open_process(parent)
     if death is None:
         return
     loop.add_reader(death, orphaned.set)

@@ -99,9 +99,9 @@ class RolloutWorker:
 
 
 def _serve(pipe: Connection, coordinator: str) -> None:
-    from trainer_agent.lifeline import die_with_parent
+    from controlplane.processes import set_death_signal
 
-    die_with_parent(signal.SIGKILL)
+    set_death_signal(signal.SIGKILL)
     # The terminal's Ctrl-C reaches the whole group; the trainer decides when this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     asyncio.run(_answer(pipe, coordinator))

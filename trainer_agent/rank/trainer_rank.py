@@ -27,8 +27,9 @@ from controlplane.core.errors import PeerLost, StaleTerm, WeightplaneError, Wron
 from controlplane.core.layout import Layout
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
+from controlplane.processes import set_death_signal
 from controlplane.rpc.codec import layout_to_parts
-from trainer_agent import lifeline, wire
+from trainer_agent import wire
 from trainer_agent.rank.devices import current_device
 from trainer_agent.rank.exporter import layout_of
 from trainer_agent.rank.feed import Feed, PushEnded, drain
@@ -100,7 +101,7 @@ class TrainerRank:
         run_id = run_id or os.environ.get(wire.RUN_ID_VARIABLE)
         layout = layout_of(source)
         if wire.RANK_SOCKET_VARIABLE in os.environ:
-            lifeline.die_with_parent(signal.SIGKILL)
+            set_death_signal(signal.SIGKILL)
         socket, sidecar = find_agent(coordinator, run_id, place)
         link = _connect(socket, sidecar, patience)
         rank = cls(link, place, layout, source, GatherGroups(place.rank, socket.parent))

@@ -7,7 +7,7 @@ import contextlib
 import os
 from pathlib import Path
 
-from trainer_agent.lifeline import descendants
+from controlplane.processes import descendants
 
 SAMPLE_SECONDS = 1.0
 MIB = 1 << 20
