@@ -187,6 +187,13 @@ class Faults:
         if agent is not None and isinstance(agent.present.core.state.weights, Held):
             agent.present.apply(ee.SpansDisagreed("the engine says otherwise"))
 
+    def _open_twice(self) -> None:
+        """A trainer opens the same update on an engine once more, while the first stream goes on by itself."""
+        pushes = [t.push for t in self.world.trainers if t.up and not t.paused and t.push is not None]
+        feeds = [f for p in pushes if not p.over for f in p.feeds]
+        if feeds:
+            self._rng.choice(feeds).again()
+
     def _leave(self) -> None:
         agent = self._agent()
         if agent is not None:
@@ -205,5 +212,6 @@ _KINDS = {
     "operator": Faults._operate,
     "rogue": Faults._rogue,
     "spans disagree": Faults._spans,
+    "open twice": Faults._open_twice,
     "leave": Faults._leave,
 }

@@ -83,7 +83,7 @@ class Rogue(Process):
     def lies(self, life: Life) -> dict[str, Lie]:
         """By the reason that it should meet."""
         version = self._version(life)
-        layout = lambda s: s.layout(LAYOUT)  # noqa: E731
+        layout = _layout_if_needed
         whole = (layout, _chunk(version, 0, CONTENT), _chunk(version, 1, CONTENT))
         digest = digest_of(CONTENT)
         lies = {
@@ -107,8 +107,9 @@ class Rogue(Process):
         if life.highest > 0:
             same = WeightVersion(life.highest, version.term)
             frames = (layout, _chunk(same, 0, CONTENT), _chunk(same, 1, CONTENT))
-            commit: Frame = lambda s: s.commit(same, 2, LAYOUT.byte_count, digest)  # noqa: E731
-            lies["VERSION_CONFLICT"] = Lie({"version": same}, (*frames, commit))
+            lies["VERSION_CONFLICT"] = Lie(
+                {"version": same}, (*frames, lambda s: s.commit(same, 2, LAYOUT.byte_count, digest))
+            )
         for reason, other in LAYOUTS.items():
             changes: dict[str, object] = {"layout_digest": other.digest, "byte_count": other.byte_count}
             lies[reason] = Lie(changes, (lambda s, other=other: s.layout(other),))  # type: ignore[misc]
@@ -225,6 +226,11 @@ class Rogue(Process):
             self.world.coordinator.handle(event)
         except e.WrongIncarnation:
             pass
+
+
+def _layout_if_needed(stream: UpdateStream) -> None:
+    if stream.layout_needed:
+        stream.layout(LAYOUT)
 
 
 def _chunk(version: WeightVersion, index: int, content: int, really: int | None = None) -> Frame:

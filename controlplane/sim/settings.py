@@ -19,8 +19,6 @@ EXPECTED = Expected(
     dtypes={t.name: frozenset({t.dtype}) for t in LAYOUT.tensors},
 )
 
-NO_CHANCES: Mapping[str, float] = {}
-
 CHANCES: Mapping[str, float] = {
     "break a stream": 0.25,
     "crash an agent": 0.12,
@@ -33,6 +31,7 @@ CHANCES: Mapping[str, float] = {
     "operator": 0.10,
     "rogue": 0.30,
     "spans disagree": 0.02,
+    "open twice": 0.15,
     "leave": 0.02,
 }
 """How likely each kind of trouble is at a time for trouble; each is judged by itself."""

@@ -50,6 +50,7 @@ class UpdateStream:
         self.stream = stream
         self.number = number
         self.writer: Writer | None = None
+        self.layout_needed = False
         self._frames: deque[Callable[[], None]] = deque()
         self._busy = False
         self._ended = False
@@ -96,6 +97,7 @@ class UpdateStream:
 
     def _open(self, event: ee.Opened, writer: Writer) -> None:
         accept = next(x for x in self._apply(event) if isinstance(x, ee.Accept))
+        self.layout_needed = accept.layout_needed
         self.stream.to_client(lambda: writer.accepted(accept.layout_needed, accept.attached))
         self.life.world.faults.point(self.life.agent, "engine.after_open")
         if accept.attached:

@@ -124,7 +124,9 @@ class Witness:
             self.check(isinstance(after.weights, Poisoned), "INV-4", f"{life} was touched and is {after.weights}")
             self.check(not life.core.gate_open, "INV-4", f"{life} is poisoned and its gate is open")
         else:
-            self.check(after.weights == life.held_before_install, "INV-4", f"{life} lost {life.held_before_install}")
+            kept = after.weights == life.held_before_install
+            shut = life.distrusted and isinstance(after.weights, Poisoned)
+            self.check(kept or shut, "INV-4", f"{life} lost {life.held_before_install}")
 
     def _check_start(self, life: Life, event: ee.Event, update: ee.Update) -> None:
         self.check(isinstance(event, ee.CommitArrived), "INV-3", f"{type(event).__name__} began an install on {life}")

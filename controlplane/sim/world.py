@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from controlplane.core.versions import WeightVersion
 from controlplane.sim.agent import Agent
 from controlplane.sim.clients import Client
 from controlplane.sim.coordinator import Coordinator
@@ -95,13 +98,14 @@ class World:
         while self.kernel.events < end and self.kernel.step():
             pass
 
-    def run_until(self, good: object, limit: float, what: str) -> None:
-        """Until `good()` holds. Raises Violation after `limit` seconds."""
-        assert callable(good)
+    def run_until(
+        self, good: Callable[[], bool], limit: float, what: str, look_seconds: float = LOOK_SECONDS
+    ) -> None:
+        """Until `good()` holds, asked after every `look_seconds`. Raises Violation after `limit` seconds."""
         end, look = self.kernel.now + limit, self.kernel.now
         while not (self.kernel.now >= look and good()):
             if self.kernel.now >= look:
-                look = self.kernel.now + LOOK_SECONDS
+                look = self.kernel.now + look_seconds
             if self.kernel.now > end or not self.kernel.step():
                 raise Violation("liveness", f"not within {limit} s: {what}; {self.describe()}")
 
@@ -114,7 +118,7 @@ class World:
         self.run_until(lambda: self.well(above=number), self.settings.settle_limit, "every engine serves")
 
     @property
-    def served(self) -> tuple:  # type: ignore[type-arg]
+    def served(self) -> tuple[WeightVersion, ...]:
         return self.coordinator.core.model(POLICY).served
 
     def well(self, above: int = 0) -> bool:

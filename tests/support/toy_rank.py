@@ -103,8 +103,8 @@ def _forked_child() -> int:
 
 def say(**fields: Any) -> None:
     line = json.dumps({"rank": int(os.environ.get("RANK", "0")), "pid": os.getpid()} | fields)
-    # One write a line: ranks share a pipe, and an unbuffered print writes the newline by itself.
-    sys.stdout.write(f"{line}\n")
+    # One write, and a newline before it too: ranks share a pipe, and an unbuffered log line writes its end by itself.
+    sys.stdout.write(f"\n{line}\n")
     sys.stdout.flush()
 
 

@@ -1,0 +1,327 @@
+"""Interleavings that are worth having every time, each a world of its own.
+
+A scenario arranges its faults, runs, and checks what must have come of them; the witness checks everything else. It
+returns its world, or raises `Violation`. To add one: write a function of a seed, and it is in `SCENARIOS` by its decorator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core import fleet_events as fe
+from controlplane.core.engine_state import Poisoned
+from controlplane.core.fleet import FleetCore, FleetSettings
+from controlplane.core.fleet_records import Recovered
+from controlplane.core.plan import EnginePlace
+from controlplane.core.update_transaction import Phase, UpdateTransaction
+from controlplane.core.versions import Term, WeightVersion
+from controlplane.sim.engine import InstallEnding
+from controlplane.sim.settings import POLICY, SimSettings
+from controlplane.sim.world import World
+
+Scenario = Callable[[int, SimSettings], World]
+SCENARIOS: dict[str, Scenario] = {}
+QUIET_SECONDS = 20.0
+
+
+def scenario(function: Scenario) -> Scenario:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+# ---- installs that fail ----
+
+
+@scenario
+def one_of_n_installs_fails_after_go_under_all(seed: int, settings: SimSettings) -> World:
+    """N − 1 serve the new version, the decision is DEGRADED and names the engine, and the next push heals it."""
+    world = _serving(seed, settings)
+    world.faults.next_installs("e1", InstallEnding.TOUCHED)
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.DEGRADED and "e1 failed" in update.cause, f"{update.phase} {update.cause}")
+    others = [a for a in world.agents.values() if a.name != "e1"]
+    world.run_until(lambda: all(a.present.open for a in others), 5.0, "the others serve the new version")
+    _expect(world, isinstance(world.agents["e1"].present.core.state.weights, Poisoned), "e1 is poisoned")
+    world.settle()
+    return world
+
+
+@scenario
+def an_install_that_touched_nothing_keeps_the_old_version_served(seed: int, settings: SimSettings) -> World:
+    """A live engine still holds what is served: the decision is FAILED, and it serves on."""
+    world = _serving(seed, settings)
+    served = world.served
+    world.faults.next_installs("e0", InstallEnding.UNTOUCHED)
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.FAILED and world.served == served, f"{update.phase}, {world.served}")
+    world.run_until(lambda: world.agents["e0"].present.open, 2.0, "e0 serves on")
+    world.settle()
+    return world
+
+
+@scenario
+def both_old_and_new_have_no_holder(seed: int, settings: SimSettings) -> World:
+    """Every install fails after its first byte: nothing is claimed, nothing served, and the next push lights it up."""
+    world = _serving(seed, settings)
+    served = world.served
+    for name in world.agents:
+        world.faults.next_installs(name, InstallEnding.TOUCHED)
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.FAILED and world.served == served, f"{update.phase}, {world.served}")
+    _expect(world, not any(a.present.core.state.applied for a in world.agents.values()), "nobody holds anything")
+    world.settle()
+    return world
+
+
+@scenario
+def every_engine_is_rebuilt_in_mid_install(seed: int, settings: SimSettings) -> World:
+    """An unknown outcome is a new incarnation, unset."""
+    world = _serving(seed, settings)
+    for name in world.agents:
+        world.faults.next_installs(name, InstallEnding.TIMED_OUT)
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.FAILED, f"{update.phase}")
+    world.settle()
+    return world
+
+
+@scenario
+def an_agent_dies_in_mid_install_and_returns(seed: int, settings: SimSettings) -> World:
+    """It comes back unset, under the terms that its disk remembers; its old life counts as lost."""
+    world = _serving(seed, settings)
+    world.faults.arm("engine.mid_install", "e1")
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.DEGRADED and "e1 lost" in update.cause, f"{update.phase} {update.cause}")
+    world.settle()
+    return world
+
+
+@scenario
+def a_stale_resume_arrives_in_mid_install(seed: int, settings: SimSettings) -> World:
+    """Nobody's word but the install's own end opens the gate; a resume for another life is refused."""
+    world = _serving(seed, settings)
+    agent = world.agents["e0"]
+    world.run_until(lambda: agent.present.core.state.installing, 10.0, "e0 installs")
+    life = agent.present
+    life.hold("ann", life.core.state.incarnation, present=False)
+    life.hold("update", life.core.state.incarnation, present=False)
+    life.hold("ann", replace(life.core.state, incarnation=f"{agent.name}/0").incarnation, present=False)  # type: ignore[arg-type]
+    _expect(world, not life.open and not life.core.gate_open, "the gate stays shut")
+    world.settle()
+    return world
+
+
+# ---- links ----
+
+
+@scenario
+def the_link_breaks_after_the_commit_frame(seed: int, settings: SimSettings) -> World:
+    """The agents own their installs; the writer comes again, attaches and gets the outcome."""
+    world = _serving(seed, settings)
+    world.faults.arm("trainer.after_commit", "t0", "cut")
+    update = _next_decision(world)
+    _expect(world, update.phase in (Phase.COMMITTED, Phase.FAILED), f"{update.phase} {update.cause}")
+    world.settle()
+    return world
+
+
+@scenario
+def the_same_update_is_opened_twice(seed: int, settings: SimSettings) -> World:
+    """The later stream starts anew at chunk 0, the older one is ended, one install comes of it."""
+    world = _serving(seed, settings)
+    push = _current_push(world)
+    world.run_until(lambda: len(push().feeds) == len(world.agents), 10.0, "the next push opens its streams")
+    feed = push().feeds[0]
+    world.supervisor.after(0.05, feed.again)
+    world.supervisor.after(0.1, feed.again)
+    _expect(world, _next_decision(world).phase.final, "it is decided")
+    world.settle()
+    return world
+
+
+# ---- terms ----
+
+
+@scenario
+def takeover_while_the_served_version_is_of_the_old_term_and_every_engine_restarts(
+    seed: int, settings: SimSettings
+) -> World:
+    """The new trainer's first push lights the fleet up; the old one is fenced."""
+    world = _serving(seed, settings)
+    old = world.trainers[0]
+    world.new_trainer(takeover=True)
+    for agent in world.agents.values():
+        agent.crash()
+    world.run_until(lambda: old.fenced, 10.0, "the old trainer is fenced")
+    world.settle()
+    _expect(world, all(v.term == world.trainers[0].term for v in world.served), f"served is {world.served}")
+    return world
+
+
+@scenario
+def a_zombie_wakes_after_its_successor_pushed(seed: int, settings: SimSettings) -> World:
+    """Stopped with its update ready, taken over, continued: refused by agents and coordinator, and it ends."""
+    world = _serving(seed, settings)
+    zombie = world.trainers[0]
+    push = _current_push(world)
+    world.run_until(lambda: bool(push().feeds) and push().phase is Phase.PREPARING, 10.0, "a push is under way")
+    zombie.pause()
+    successor = world.new_trainer(takeover=True)
+    world.run_until(lambda: successor.pushed > 0, 30.0, "the successor's push is committed")
+    zombie.resume()
+    world.run_until(lambda: zombie.fenced, 10.0, "the zombie is fenced")
+    world.settle()
+    return world
+
+
+@scenario
+def a_trainer_dies_after_go(seed: int, settings: SimSettings) -> World:
+    """No commit frame comes: every engine aborts, the decision is FAILED, and the old version is served on."""
+    world = _serving(seed, settings)
+    world.faults.arm("trainer.before_commit", "t0")
+    served = world.served
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.FAILED and world.served == served, f"{update.phase}, {world.served}")
+    world.settle()
+    return world
+
+
+@scenario
+def an_old_coordinators_call_arrives_after_the_new_ones(seed: int, settings: SimSettings) -> World:
+    """Its words are refused by the agents; and it refuses agents that know a later one."""
+    world = _serving(seed, settings)
+    old_term = world.coordinator.core.term
+    world.coordinator.crash()
+    world.run_until(lambda: world.coordinator.up and world.well(), 20.0, "a new coordinator knows the fleet")
+    life = world.agents["e0"].present
+    served = life.core.served
+    lie = ee.FleetChanged(old_term, life.core.term, frozenset({WeightVersion(99, Term(9))}))
+    _refuses(world, e.StaleTerm, lambda: life.apply(lie))
+    _expect(world, life.core.served == served, "the old coordinator's served set is not followed")
+    core = FleetCore(FleetSettings(settings.run_id), Recovered(old_term), world.kernel.now)
+    state = life.core.state
+    place = EnginePlace(state.engine_id, state.incarnation, "e0", "host", ())
+    hello = fe.EngineConnected(1, place, state, True, (), life.core.term, life.core.coordinator_term)
+    _refuses(world, e.StaleTerm, lambda: core.handle(hello, world.kernel.now))
+    world.settle()
+    return world
+
+
+# ---- the coordinator's deaths ----
+
+
+@scenario
+def the_coordinator_dies_after_go_was_written(seed: int, settings: SimSettings) -> World:
+    """A restart decides from what engines report."""
+    world = _serving(seed, settings)
+    update = _next_update(world)
+    world.run_until(lambda: update.phase is Phase.GO, 10.0, "go")
+    world.coordinator.crash()
+    kept = world.coordinator.ledger.kept
+    world.run_until(lambda: update.update_id in kept.decided, 20.0, "the update is decided")
+    world.settle()
+    return world
+
+
+@scenario
+def the_coordinator_dies_before_go(seed: int, settings: SimSettings) -> World:
+    """An update without go in the ledger is aborted by the restart, and costs nothing."""
+    world = _serving(seed, settings)
+    update = _next_update(world)
+    world.coordinator.crash()
+    kept = world.coordinator.ledger.kept
+    world.run_until(lambda: update.update_id in kept.decided, 20.0, "the update is decided")
+    _expect(world, kept.decided[update.update_id].phase is Phase.FAILED, "it is aborted")
+    world.settle()
+    return world
+
+
+@scenario
+def a_decision_that_was_not_synced_was_told_to_nobody(seed: int, settings: SimSettings) -> World:
+    """The coordinator dies between writing and syncing: the restart decides again, from reports."""
+    world = _serving(seed, settings)
+    update = _next_update(world)
+    world.run_until(lambda: update.phase is Phase.GO, 10.0, "go")
+    world.faults.arm("coordinator.before_sync", "coordinator")
+    world.run_until(lambda: not world.coordinator.up, 10.0, "it dies")
+    _expect(world, update.update_id not in world.coordinator.ledger.kept.decided, "the decision is not on the disk")
+    world.settle()
+    return world
+
+
+@scenario
+def the_ledger_is_restored_from_an_older_copy_while_agents_restart_too(seed: int, settings: SimSettings) -> World:
+    """Agents know numbers that the ledger does not: it stays recovering, and gives no number twice."""
+    world = _serving(seed, settings)
+    backup = world.coordinator.ledger.copy()
+    pushed = world.trainers[0].pushed
+    world.run_until(lambda: world.trainers[0].pushed >= pushed + 2, 30.0, "two more pushes")
+    world.coordinator.crash()
+    for agent in world.agents.values():
+        agent.crash()
+    world.coordinator.ledger.restore(backup)
+    world.witness.ledger_restored = True
+    began = len(world.coordinator.ledger.kept.began)
+    world.run_until(_after(world, QUIET_SECONDS), QUIET_SECONDS + 5.0, "time goes by")
+    _expect(world, world.coordinator.core.recovering, "the coordinator says that it is recovering")
+    _expect(world, len(world.coordinator.ledger.kept.began) == began, "no update began")
+    _expect(world, not any(a.present.open for a in world.agents.values()), "nobody serves what nobody holds")
+    return world
+
+
+# ---- help ----
+
+
+def _serving(seed: int, settings: SimSettings) -> World:
+    """Every engine serves a first version."""
+    world = World(seed, settings)
+    world.start()
+    world.run_until(world.well, 30.0, "the first version is served")
+    return world
+
+
+def _next_update(world: World) -> UpdateTransaction:
+    def found() -> UpdateTransaction | None:
+        return world.coordinator.core.open_update(POLICY)
+
+    world.run_until(lambda: found() is not None, 20.0, "the next update begins", look_seconds=0.0)
+    update = found()
+    assert update is not None
+    return update
+
+
+def _next_decision(world: World) -> UpdateTransaction:
+    """The next update, when it is decided."""
+    update = _next_update(world)
+    world.run_until(lambda: update.phase.final, 30.0, "it is decided", look_seconds=0.0)
+    return update
+
+
+def _current_push(world: World):  # type: ignore[no-untyped-def]
+    trainer = world.trainers[0]
+
+    def push():  # type: ignore[no-untyped-def]
+        assert trainer.push is not None
+        return trainer.push
+
+    return push
+
+
+def _after(world: World, seconds: float) -> Callable[[], bool]:
+    end = world.kernel.now + seconds
+    return lambda: world.kernel.now >= end
+
+
+def _expect(world: World, good: bool, text: str) -> None:
+    world.witness.check(good, "scenario", f"{text}; {world.describe()}")
+
+
+def _refuses(world: World, error: type[e.WeightplaneError], action: Callable[[], object]) -> None:
+    try:
+        action()
+    except error:
+        return
+    _expect(world, False, f"{error.__name__} was expected")
