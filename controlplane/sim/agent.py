@@ -8,13 +8,14 @@ moves during an install.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
-from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life as LifeWord, Poisoned, Timings
-from controlplane.core.engine_state import Unset, Weights
+from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Timings, Unset, Weights
+from controlplane.core.engine_state import Life as LifeWord
 from controlplane.core.plan import EnginePlace
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, UpdateId
 from controlplane.sim.coordinator import FleetNews, Session
@@ -159,7 +160,7 @@ class Life:
             case ee.EndStream(stream, error):
                 self.world.witness.refused(error)
                 if stream in self.streams:
-                    self.after(0.0, lambda: self._end_stream(stream, error))
+                    self.after(0.0, partial(self._end_stream, stream, error))
             case ee.DropStaged(stream):
                 self.drop(stream)
             case ee.InstallDecided(update_id, error):

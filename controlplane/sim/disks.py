@@ -10,7 +10,15 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from controlplane.core.fleet_records import Record, Recovered, TermGiven, UpdateBegan, UpdateDecided, UpdateWentGo
+from controlplane.core.fleet_records import (
+    NO_TERM,
+    Record,
+    Recovered,
+    TermGiven,
+    UpdateBegan,
+    UpdateDecided,
+    UpdateWentGo,
+)
 from controlplane.core.versions import ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.ledger import MemoryLedger
 
@@ -79,8 +87,8 @@ class LedgerDisk:
 class Remembered:
     """Zeros: nothing was seen yet."""
 
-    term: Term = Term(0)
-    coordinator_term: Term = Term(0)
+    term: Term = NO_TERM
+    coordinator_term: Term = NO_TERM
     number: int = 0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable
+from contextlib import suppress
 
 from controlplane.core.errors import PeerLost, WeightplaneError
 
@@ -53,10 +54,8 @@ class Kernel:
                 process.backlog.append((life, action))
                 continue
             self.events += 1
-            try:
+            with suppress(Crashed):
                 action()
-            except Crashed:
-                pass
             return True
         return False
 

@@ -214,7 +214,7 @@ class Feed:
             return
         if layout_needed:
             self._to_agent(stream, lambda s: s.layout(LAYOUT))
-        for index, frame in enumerate(self._chunks()):
+        for frame in self._chunks():
             self.world.faults.point(self.push.trainer, "trainer.between_chunks")
             self._to_agent(stream, lambda s, frame=frame: s.chunk(frame))  # type: ignore[misc]
 

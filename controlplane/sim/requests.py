@@ -141,5 +141,3 @@ class Requests:
 
     def _count(self) -> None:
         self._life.apply(ee.RequestsCounted(len(self._live), len(self._waiters)))
-
-

@@ -7,6 +7,7 @@ right, so nothing of it may ever be installed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -222,10 +223,8 @@ class Rogue(Process):
         self.after(1.0, stream.cancel)
 
     def _old_word(self, event: fe.EngineReported) -> None:
-        try:
+        with suppress(e.WrongIncarnation):  # or its session ended meanwhile, and the word is nobody's
             self.world.coordinator.handle(event)
-        except e.WrongIncarnation:
-            pass
 
 
 def _layout_if_needed(stream: UpdateStream) -> None:

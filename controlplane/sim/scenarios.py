@@ -1,13 +1,12 @@
 """Interleavings that are worth having every time, each a world of its own.
 
 A scenario arranges its faults, runs, and checks what must have come of them; the witness checks everything else. It
-returns its world, or raises `Violation`. To add one: write a function of a seed, and it is in `SCENARIOS` by its decorator.
+returns its world, or raises `Violation`. To add one: write a function of a seed, and its decorator lists it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -17,8 +16,9 @@ from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.fleet_records import Recovered
 from controlplane.core.plan import EnginePlace
 from controlplane.core.update_transaction import Phase, UpdateTransaction
-from controlplane.core.versions import Term, WeightVersion
+from controlplane.core.versions import Incarnation, Term, WeightVersion
 from controlplane.sim.engine import InstallEnding
+from controlplane.sim.push import Push
 from controlplane.sim.settings import POLICY, SimSettings
 from controlplane.sim.world import World
 
@@ -42,9 +42,9 @@ def one_of_n_installs_fails_after_go_under_all(seed: int, settings: SimSettings)
     world.faults.next_installs("e1", InstallEnding.TOUCHED)
     update = _next_decision(world)
     _expect(world, update.phase is Phase.DEGRADED and "e1 failed" in update.cause, f"{update.phase} {update.cause}")
+    _expect(world, isinstance(world.agents["e1"].present.core.state.weights, Poisoned), "e1 is poisoned")
     others = [a for a in world.agents.values() if a.name != "e1"]
     world.run_until(lambda: all(a.present.open for a in others), 5.0, "the others serve the new version")
-    _expect(world, isinstance(world.agents["e1"].present.core.state.weights, Poisoned), "e1 is poisoned")
     world.settle()
     return world
 
@@ -108,7 +108,7 @@ def a_stale_resume_arrives_in_mid_install(seed: int, settings: SimSettings) -> W
     life = agent.present
     life.hold("ann", life.core.state.incarnation, present=False)
     life.hold("update", life.core.state.incarnation, present=False)
-    life.hold("ann", replace(life.core.state, incarnation=f"{agent.name}/0").incarnation, present=False)  # type: ignore[arg-type]
+    life.hold("ann", Incarnation(f"{agent.name}/0"), present=False)
     _expect(world, not life.open and not life.core.gate_open, "the gate stays shut")
     world.settle()
     return world
@@ -132,12 +132,10 @@ def the_link_breaks_after_the_commit_frame(seed: int, settings: SimSettings) -> 
 def the_same_update_is_opened_twice(seed: int, settings: SimSettings) -> World:
     """The later stream starts anew at chunk 0, the older one is ended, one install comes of it."""
     world = _serving(seed, settings)
-    push = _current_push(world)
-    world.run_until(lambda: len(push().feeds) == len(world.agents), 10.0, "the next push opens its streams")
-    feed = push().feeds[0]
-    world.supervisor.after(0.05, feed.again)
-    world.supervisor.after(0.1, feed.again)
-    _expect(world, _next_decision(world).phase.final, "it is decided")
+    push = _next_push(world, lambda push: bool(push.feeds))
+    for delay in (0.05, 0.1):
+        world.supervisor.after(delay, push.feeds[0].again)
+    world.run_until(lambda: push.phase.final, 20.0, "it is decided", look_seconds=0.0)
     world.settle()
     return world
 
@@ -166,8 +164,7 @@ def a_zombie_wakes_after_its_successor_pushed(seed: int, settings: SimSettings) 
     """Stopped with its update ready, taken over, continued: refused by agents and coordinator, and it ends."""
     world = _serving(seed, settings)
     zombie = world.trainers[0]
-    push = _current_push(world)
-    world.run_until(lambda: bool(push().feeds) and push().phase is Phase.PREPARING, 10.0, "a push is under way")
+    _next_push(world, lambda push: bool(push.feeds) and push.phase is Phase.PREPARING)
     zombie.pause()
     successor = world.new_trainer(takeover=True)
     world.run_until(lambda: successor.pushed > 0, 30.0, "the successor's push is committed")
@@ -195,8 +192,8 @@ def an_old_coordinators_call_arrives_after_the_new_ones(seed: int, settings: Sim
     world = _serving(seed, settings)
     old_term = world.coordinator.core.term
     world.coordinator.crash()
-    world.run_until(lambda: world.coordinator.up and world.well(), 20.0, "a new coordinator knows the fleet")
     life = world.agents["e0"].present
+    world.run_until(lambda: life.core.coordinator_term > old_term, 20.0, "a new coordinator welcomed e0")
     served = life.core.served
     lie = ee.FleetChanged(old_term, life.core.term, frozenset({WeightVersion(99, Term(9))}))
     _refuses(world, e.StaleTerm, lambda: life.apply(lie))
@@ -246,7 +243,7 @@ def a_decision_that_was_not_synced_was_told_to_nobody(seed: int, settings: SimSe
     update = _next_update(world)
     world.run_until(lambda: update.phase is Phase.GO, 10.0, "go")
     world.faults.arm("coordinator.before_sync", "coordinator")
-    world.run_until(lambda: not world.coordinator.up, 10.0, "it dies")
+    world.run_until(lambda: not world.coordinator.up, 10.0, "it dies", look_seconds=0.0)
     _expect(world, update.update_id not in world.coordinator.ledger.kept.decided, "the decision is not on the disk")
     world.settle()
     return world
@@ -276,10 +273,14 @@ def the_ledger_is_restored_from_an_older_copy_while_agents_restart_too(seed: int
 
 
 def _serving(seed: int, settings: SimSettings) -> World:
-    """Every engine serves a first version."""
+    """Every engine serves a version, and no update is open."""
     world = World(seed, settings)
     world.start()
-    world.run_until(world.well, 30.0, "the first version is served")
+
+    def quiet() -> bool:
+        return world.coordinator.core.open_update(POLICY) is None and world.well()
+
+    world.run_until(quiet, 30.0, "a version is served", look_seconds=0.0)
     return world
 
 
@@ -300,14 +301,18 @@ def _next_decision(world: World) -> UpdateTransaction:
     return update
 
 
-def _current_push(world: World):  # type: ignore[no-untyped-def]
+def _next_push(world: World, what: Callable[[Push], bool]) -> Push:
+    """The trainer's push of the next update, once `what` is true of it."""
     trainer = world.trainers[0]
+    update = _next_update(world)
 
-    def push():  # type: ignore[no-untyped-def]
-        assert trainer.push is not None
-        return trainer.push
+    def it_is_so() -> bool:
+        push = trainer.push
+        return push is not None and push.begun is not None and push.begun.update_id == update.update_id and what(push)
 
-    return push
+    world.run_until(it_is_so, 10.0, "the push is so far", look_seconds=0.0)
+    assert trainer.push is not None
+    return trainer.push
 
 
 def _after(world: World, seconds: float) -> Callable[[], bool]:

@@ -65,7 +65,7 @@ class UpdateStream:
         self._take(lambda: self._open(opened(self.number), writer))
 
     def layout(self, layout: Layout) -> None:
-        self._take(lambda: self._apply(ee.LayoutArrived(self.number, layout)))
+        self._take(lambda: self._layout(layout))
 
     def chunk(self, frame: ChunkFrame) -> None:
         self._take(lambda: self._chunk(frame))
@@ -92,11 +92,8 @@ class UpdateStream:
 
     # ---- what they mean ----
 
-    def _apply(self, event: ee.Event) -> list[ee.Effect]:
-        return self.life.apply(event)
-
     def _open(self, event: ee.Opened, writer: Writer) -> None:
-        accept = next(x for x in self._apply(event) if isinstance(x, ee.Accept))
+        accept = next(x for x in self.life.apply(event) if isinstance(x, ee.Accept))
         self.layout_needed = accept.layout_needed
         self.stream.to_client(lambda: writer.accepted(accept.layout_needed, accept.attached))
         self.life.world.faults.point(self.life.agent, "engine.after_open")
@@ -105,13 +102,14 @@ class UpdateStream:
         else:
             self.life.staged[self.number] = Staged()
 
+    def _layout(self, layout: Layout) -> None:
+        self.life.apply(ee.LayoutArrived(self.number, layout))
+
     def _chunk(self, frame: ChunkFrame) -> None:
         event = frame.event(self.number)
-        verify = next(x for x in self._apply(event) if isinstance(x, ee.Verify))
+        verify = next(x for x in self.life.apply(event) if isinstance(x, ee.Verify))
         self._busy = True
-        self.life.after(
-            self.life.world.kernel.rng.uniform(*CHECK_SECONDS), lambda: self._checked(frame, event, verify)
-        )
+        self.life.after(self.life.world.kernel.rng.uniform(*CHECK_SECONDS), lambda: self._checked(frame, event, verify))
 
     def _checked(self, frame: ChunkFrame, event: ee.ChunkArrived, verify: ee.Verify) -> None:
         self._busy = False
@@ -121,7 +119,7 @@ class UpdateStream:
             self._check(frame, event)
             self.life.world.faults.point(self.life.agent, "engine.between_chunks")
             if verify.last:
-                self._apply(ee.BytesVerified(self.number))
+                self.life.apply(ee.BytesVerified(self.number))
                 assert self.writer is not None
                 self.stream.to_client(self.writer.ready)
         except e.WeightplaneError as error:
@@ -146,7 +144,7 @@ class UpdateStream:
             staged.contents[record.tensor] = content
 
     def _commit(self, event: ee.CommitArrived) -> None:
-        start = next(x for x in self._apply(event) if isinstance(x, ee.StartInstall))
+        start = next(x for x in self.life.apply(event) if isinstance(x, ee.StartInstall))
         self.life.start_install(start)
         self._wait(start.update.update_id)
 
@@ -176,7 +174,7 @@ class UpdateStream:
             return
         self._ended = True
         self.life.streams.pop(self.number, None)
-        self._apply(ee.StreamEnded(self.number, cause, reason))
+        self.life.apply(ee.StreamEnded(self.number, cause, reason))
 
     def _watch_idle(self) -> None:
         life = self.life

@@ -98,9 +98,7 @@ class World:
         while self.kernel.events < end and self.kernel.step():
             pass
 
-    def run_until(
-        self, good: Callable[[], bool], limit: float, what: str, look_seconds: float = LOOK_SECONDS
-    ) -> None:
+    def run_until(self, good: Callable[[], bool], limit: float, what: str, look_seconds: float = LOOK_SECONDS) -> None:
         """Until `good()` holds, asked after every `look_seconds`. Raises Violation after `limit` seconds."""
         end, look = self.kernel.now + limit, self.kernel.now
         while not (self.kernel.now >= look and good()):
