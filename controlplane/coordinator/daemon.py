@@ -22,6 +22,7 @@ from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.plan import Transport
+from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
@@ -55,6 +56,10 @@ class CoordinatorSettings:
     """Longest time from an update's begin to go."""
     go_limit_seconds: float = 120.0
     """Longest time from go to the last required outcome."""
+    update_mode: str = "barrier"
+    """barrier: a version is served when the update is decided. rolling: from the first engine that applied it."""
+    update_quorum: int = 0
+    """How many of the required engines must be ready and apply; 0: all."""
     transport: str = "auto"
     """auto, shared_memory or inline: how bytes reach engines."""
     metrics_listen: str = ""
@@ -132,6 +137,7 @@ def _fleet_settings(settings: CoordinatorSettings) -> FleetSettings:
         step_limit_seconds=settings.step_limit_seconds,
         ready_limit_seconds=settings.ready_limit_seconds,
         go_limit_seconds=settings.go_limit_seconds,
+        policy=UpdatePolicy(Mode(settings.update_mode), settings.update_quorum or None),
         transport=None if settings.transport == "auto" else Transport(settings.transport),
     )
 

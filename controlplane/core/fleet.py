@@ -7,7 +7,7 @@ anything that tells of them. It does no I/O, and knows no clock and no randomnes
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from controlplane.core import errors as e
@@ -41,10 +41,11 @@ from controlplane.core.fleet_records import (
     TrainerRecord,
     UpdateBegan,
     UpdateDecided,
+    UpdateRolled,
     UpdateWentGo,
 )
 from controlplane.core.plan import Plan, Transport, check_fit, make_plan
-from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.update_transaction import Outcome, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import (
     EngineId,
     ModelName,
@@ -72,6 +73,8 @@ class FleetSettings:
     """Longest time from begin to go."""
     go_limit_seconds: float = 120.0
     """Longest time from go to the last required outcome."""
+    policy: UpdatePolicy = field(default_factory=UpdatePolicy)
+    """What an update needs to go and to commit."""
     transport: Transport | None = None
     """Use this transport whatever the plan would choose."""
 
@@ -95,7 +98,7 @@ class FleetCore:
         for lease in recovered.leases:
             self._restore_lease(lease, now)
         for began, went_go in recovered.open_updates:
-            self._restore_update(began, went_go, now)
+            self._restore_update(began, went_go, began.update_id in recovered.rolled, now)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide. Raises a `Refused` with nothing changed. `now`: monotonic seconds."""
@@ -316,6 +319,7 @@ class FleetCore:
             step=event.step,
             plan=plan,
             deadline=now + min(limit, self.settings.ready_limit_seconds),
+            policy=self.settings.policy,
             outcomes={
                 a.engine.engine_id: Outcome(a.engine.engine_id, a.engine.incarnation, a.required)
                 for a in plan.assignments
@@ -360,6 +364,8 @@ class FleetCore:
         effects: list[Effect] = []
         update = self.open_update(model)
         while update is not None and not update.phase.final:
+            if update.may_roll:
+                effects += self._roll(update)
             step = update.next_phase(now, served_has_holder=self._served_has_holder(model))
             if step is None:
                 break
@@ -373,15 +379,33 @@ class FleetCore:
             effects.append(UpdateChanged(update.update_id))
         return effects
 
+    def _roll(self, update: UpdateTransaction) -> list[Effect]:
+        """Serve the new version beside the old one, from its first engine on: in the ledger before anyone is told."""
+        model = self.model(update.model)
+        update.rolled = True
+        model.served, model.ordinal = (*model.served[-1:], update.version), model.ordinal + 1
+        self.revision += 1
+        rolled = UpdateRolled(update.update_id, update.model, model.served, model.ordinal)
+        return [Save(rolled), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
+
     def _finish(self, update: UpdateTransaction, phase: Phase, cause: str) -> list[Effect]:
         """Decide: in the ledger before anyone is told (INV-9)."""
         model = self.model(update.model)
         update.phase, update.cause = phase, cause
         if phase in (Phase.COMMITTED, Phase.DEGRADED):
-            model.served, model.ordinal = (update.version,), model.ordinal + 1
+            model.served, model.ordinal = self._served_after(update), model.ordinal + (not update.rolled)
             self.revision += 1
         decided = UpdateDecided(update.update_id, update.model, phase, cause, model.served, model.ordinal)
         return [Save(decided), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
+
+    def _served_after(self, update: UpdateTransaction) -> tuple[WeightVersion, ...]:
+        """The new version alone; but while nobody alive holds it any more, what was served beside it too."""
+        held = any(
+            r.session is not None and r.state.applied == update.version
+            for r in self.engines.values()
+            if r.state.model == update.model
+        )
+        return (update.version,) if held or not update.rolled else self.model(update.model).served
 
     def _served_has_holder(self, model: ModelName) -> bool:
         served = self.model(model).served
@@ -422,7 +446,7 @@ class FleetCore:
             progressed_at=now,
         )
 
-    def _restore_update(self, began: UpdateBegan, went_go: bool, now: float) -> None:
+    def _restore_update(self, began: UpdateBegan, went_go: bool, rolled: bool, now: float) -> None:
         """Without go in the ledger it is aborted at the first tick; with go it is decided from reports."""
         update = UpdateTransaction(
             update_id=began.update_id,
@@ -433,7 +457,9 @@ class FleetCore:
             step=began.step,
             plan=Plan(0, ()),
             deadline=now + self.settings.go_limit_seconds if went_go else now,
+            policy=self.settings.policy,
             phase=Phase.GO if went_go else Phase.PREPARING,
+            rolled=rolled,
             outcomes={i: Outcome(i, inc, required) for i, inc, required in began.engines},
         )
         self.updates[update.update_id] = update

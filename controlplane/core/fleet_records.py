@@ -100,6 +100,16 @@ class UpdateWentGo:
 
 
 @dataclass(frozen=True, slots=True)
+class UpdateRolled:
+    """A rolling update's first engine applied: its version is served too, and `ordinal` is the model's from now on."""
+
+    update_id: UpdateId
+    model: ModelName
+    served: tuple[WeightVersion, ...]
+    ordinal: int
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateDecided:
     """With a commit, `served` and `ordinal` are the model's from now on."""
 
@@ -111,7 +121,7 @@ class UpdateDecided:
     ordinal: int
 
 
-Record = TermGiven | EngineKnown | EngineForgotten | UpdateBegan | UpdateWentGo | UpdateDecided
+Record = TermGiven | EngineKnown | EngineForgotten | UpdateBegan | UpdateWentGo | UpdateRolled | UpdateDecided
 
 
 @dataclass(frozen=True)
@@ -126,3 +136,5 @@ class Recovered:
     engines: Sequence[EngineKnown] = ()
     open_updates: Sequence[tuple[UpdateBegan, bool]] = ()
     """Updates without a decision; the flag says whether go was written."""
+    rolled: frozenset[UpdateId] = frozenset()
+    """Those of them whose version is served already."""

@@ -27,6 +27,27 @@ class Phase(Enum):
         return self not in (Phase.PREPARING, Phase.GO)
 
 
+class Mode(Enum):
+    """When the fleet begins to serve a new version."""
+
+    BARRIER = "barrier"
+    """At the decision, all at once."""
+    ROLLING = "rolling"
+    """With the first engine that applied; until all are decided both versions are served."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdatePolicy:
+    """What an update needs to go and to commit."""
+
+    mode: Mode = Mode.BARRIER
+    quorum: int | None = None
+    """How many of the required engines must be ready, and then apply; None: all of them."""
+
+    def needed(self, required: int) -> int:
+        return required if self.quorum is None else min(self.quorum, required)
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What became of the update on one engine, by its own report."""
@@ -75,8 +96,11 @@ class UpdateTransaction:
     plan: Plan
     deadline: float
     """Monotonic seconds: of readiness while preparing, of the installs after go."""
+    policy: UpdatePolicy = field(default_factory=UpdatePolicy)
     phase: Phase = Phase.PREPARING
     cause: str = ""
+    rolled: bool = False
+    """The fleet serves it already, beside what it served before (ROLLING); it is never aborted after that."""
     outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
 
     @property
@@ -120,16 +144,30 @@ class UpdateTransaction:
             return self._decide(now, served_has_holder)
         return None
 
+    @property
+    def needed(self) -> int:
+        return self.policy.needed(len(self.required))
+
+    @property
+    def may_roll(self) -> bool:
+        """ROLLING: the first engine applied, so the fleet begins to serve the version."""
+        rolling = self.policy.mode is Mode.ROLLING and self.phase is Phase.GO and not self.rolled
+        return rolling and any(o.applied for o in self.outcomes.values())
+
     def _judge_ready(self, now: float) -> tuple[Phase, str] | None:
-        bad = [o for o in self.required if o.bad]
-        if bad:
+        """Go when all that can be ready are, if they suffice. Who is slow is waited for until the deadline."""
+        required, needed = self.required, self.needed
+        bad = [o for o in required if o.bad]
+        if len(required) - len(bad) < needed:
             return Phase.FAILED, "; ".join(map(str, bad))
-        if all(o.ready for o in self.required):
-            return Phase.GO, ""
-        if now >= self.deadline:
-            late = [str(o.engine_id) for o in self.required if not o.ready]
-            return Phase.FAILED, f"not ready in time: {', '.join(late)}"
-        return None
+        late = [o for o in required if not o.ready and not o.bad]
+        if late and now < self.deadline:
+            return None
+        if len(required) - len(bad) - len(late) < needed:
+            return Phase.FAILED, f"not ready in time: {', '.join(str(o.engine_id) for o in late)}"
+        for o in late:
+            self.lose(o.engine_id, "not ready in time")
+        return Phase.GO, ""
 
     def _decide(self, now: float, served_has_holder: bool) -> tuple[Phase, str] | None:
         if now >= self.deadline:
@@ -138,10 +176,10 @@ class UpdateTransaction:
         if not all(o.ended for o in self.required):
             return None
         bad = "; ".join(str(o) for o in self.required if o.bad)
-        if not bad:
-            return Phase.COMMITTED, ""
+        if sum(o.applied for o in self.required) >= self.needed:
+            return Phase.COMMITTED, bad
         applied = any(o.applied for o in self.outcomes.values())
-        if applied and not served_has_holder:
+        if self.rolled or (applied and not served_has_holder):
             return Phase.DEGRADED, bad
         return Phase.FAILED, bad
 

@@ -12,6 +12,7 @@ from controlplane.core.fleet_records import (
     TermGiven,
     UpdateBegan,
     UpdateDecided,
+    UpdateRolled,
     UpdateWentGo,
 )
 from controlplane.core.versions import EngineId, ModelName, RunId, Term, UpdateId
@@ -27,6 +28,7 @@ class MemoryLedger:
         self._engines: dict[EngineId, EngineKnown] = {}
         self._updates: dict[UpdateId, UpdateBegan] = {}
         self._went_go: set[UpdateId] = set()
+        self._rolled: dict[UpdateId, UpdateRolled] = {}
         self._decided: dict[UpdateId, UpdateDecided] = {}
 
     def open(self, run_id: RunId) -> Recovered:
@@ -42,6 +44,7 @@ class MemoryLedger:
             leases=tuple(self._leases.values()),
             engines=tuple(self._engines.values()),
             open_updates=tuple((self._updates[u], u in self._went_go) for u in still_open),
+            rolled=frozenset(u for u in still_open if u in self._rolled),
         )
 
     def save(self, record: Record) -> None:
@@ -58,6 +61,8 @@ class MemoryLedger:
                 self._updates[record.update_id] = record
             case UpdateWentGo():
                 self._went_go.add(record.update_id)
+            case UpdateRolled():
+                self._rolled[record.update_id] = record
             case UpdateDecided():
                 self._decided[record.update_id] = record
 
@@ -66,8 +71,9 @@ class MemoryLedger:
 
     def _models(self) -> dict[ModelName, ModelRecord]:
         models = {m: ModelRecord(term=lease.term) for m, lease in self._leases.items()}
-        for decided in self._decided.values():
-            record = models.setdefault(decided.model, ModelRecord())
-            if decided.ordinal >= record.ordinal:
-                record.served, record.ordinal = decided.served, decided.ordinal
+        told: list[UpdateRolled | UpdateDecided] = [*self._rolled.values(), *self._decided.values()]
+        for written in told:
+            record = models.setdefault(written.model, ModelRecord())
+            if written.ordinal >= record.ordinal:
+                record.served, record.ordinal = written.served, written.ordinal
         return models

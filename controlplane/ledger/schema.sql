@@ -32,6 +32,7 @@ CREATE TABLE updates (
     term INTEGER NOT NULL,
     step INTEGER,
     phase TEXT NOT NULL,
+    rolled INTEGER NOT NULL DEFAULT 0,
     cause TEXT NOT NULL DEFAULT ''
 ) STRICT;
 CREATE INDEX open_updates ON updates (phase) WHERE phase IN ('preparing', 'go');

@@ -22,6 +22,7 @@ from controlplane.core.fleet_records import (
     TermGiven,
     UpdateBegan,
     UpdateDecided,
+    UpdateRolled,
     UpdateWentGo,
 )
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, TrainerId, UpdateId, WeightVersion
@@ -103,6 +104,7 @@ class SqliteLedger:
             leases=tuple(leases),
             engines=tuple(engines),
             open_updates=tuple(_open_updates(db)),
+            rolled=_rolled(db),
         )
 
     def _connection(self) -> sqlite3.Connection:
@@ -146,8 +148,15 @@ def _write(db: sqlite3.Connection, record: Record) -> None:
             _write_began(db, record)
         case UpdateWentGo(update_id):
             db.execute("UPDATE updates SET phase = 'go' WHERE update_id = ?", (update_id,))
+        case UpdateRolled():
+            db.execute("UPDATE updates SET rolled = 1 WHERE update_id = ?", (record.update_id,))
+            _write_served(db, record)
         case UpdateDecided():
-            _write_decided(db, record)
+            db.execute(
+                "UPDATE updates SET phase = ?, cause = ? WHERE update_id = ?",
+                (record.phase.value, record.cause, record.update_id),
+            )
+            _write_served(db, record)
 
 
 def _write_began(db: sqlite3.Connection, record: UpdateBegan) -> None:
@@ -169,11 +178,7 @@ def _write_began(db: sqlite3.Connection, record: UpdateBegan) -> None:
     )
 
 
-def _write_decided(db: sqlite3.Connection, record: UpdateDecided) -> None:
-    db.execute(
-        "UPDATE updates SET phase = ?, cause = ? WHERE update_id = ?",
-        (record.phase.value, record.cause, record.update_id),
-    )
+def _write_served(db: sqlite3.Connection, record: UpdateRolled | UpdateDecided) -> None:
     db.execute("INSERT OR REPLACE INTO models VALUES (?, ?)", (record.model, record.ordinal))
     db.execute("DELETE FROM served WHERE model = ?", (record.model,))
     db.executemany("INSERT INTO served VALUES (?, ?, ?)", [(record.model, v.term, v.number) for v in record.served])
@@ -208,6 +213,11 @@ def _open_updates(db: sqlite3.Connection) -> Iterator[tuple[UpdateBegan, bool]]:
             tuple((EngineId(i), Incarnation(inc), bool(required)) for i, inc, required in engines),
         )
         yield began, phase == "go"
+
+
+def _rolled(db: sqlite3.Connection) -> frozenset[UpdateId]:
+    rows = db.execute("SELECT update_id FROM updates WHERE rolled = 1 AND phase = 'go'")
+    return frozenset(UpdateId(update_id) for (update_id,) in rows)
 
 
 def _meta(db: sqlite3.Connection, key: str) -> str:

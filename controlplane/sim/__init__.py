@@ -1,1 +1,5 @@
-"""A seeded simulator of the whole fleet around the pure cores; see `world`, `witness`, `runner`."""
+"""A seeded simulator of a whole fleet around the pure cores.
+
+`runner.run(seeds, events, settings)` gives a `Report`: what was violated, and what was never reached. One seed replays
+one history. `world` puts the processes together, `kernel` is time and network, `witness` judges, `scenarios` are fixed.
+"""

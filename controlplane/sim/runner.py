@@ -1,40 +1,57 @@
-"""Many seeds, one report."""
+"""Many seeds and every scenario, one report."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.faults import POINTS
+from controlplane.sim.scenarios import SCENARIOS
 from controlplane.sim.settings import SimSettings
 from controlplane.sim.witness import Violation
 from controlplane.sim.world import World
+
+VIOLATIONS_SHOWN = 10
+SCENARIO_ENGINES = 3
 
 
 @dataclass
 class Report:
     """What many worlds came to."""
 
-    seeds: list[int] = field(default_factory=list)
+    worlds: int = 0
     events: int = 0
     simulated_seconds: float = 0.0
     tokens: int = 0
-    violations: dict[int, str] = field(default_factory=dict)
-    """By seed."""
+    violations: dict[str, Violation] = field(default_factory=dict)
+    """By what is to be run again: `seed 7`, or a scenario's name and its seed."""
     coverage: Coverage = field(default_factory=Coverage)
 
     @property
     def good(self) -> bool:
         return not self.violations
 
+    def add(self, name: str, world: World, violation: Violation | None) -> None:
+        self.worlds += 1
+        self.events += world.kernel.events
+        self.simulated_seconds += world.kernel.now
+        self.tokens += world.witness.tokens
+        self.coverage.add(world.coverage)
+        if violation is not None:
+            self.violations[name] = violation
+
     def lines(self) -> list[str]:
         """For people."""
+        kinds = Counter(v.invariant for v in self.violations.values())
+        broken = ", ".join(f"{kind} {count}×" for kind, count in sorted(kinds.items())) or "none"
         out = [
-            f"{len(self.seeds)} seeds, {self.events} events, {self.simulated_seconds:.0f} simulated seconds, "
-            f"{self.tokens} tokens, {len(self.violations)} violations"
+            f"{self.worlds} worlds, {self.events} events, {self.simulated_seconds:.0f} simulated seconds, "
+            f"{self.tokens} tokens; violations: {broken}"
         ]
-        out += [f"VIOLATION seed {seed}: {text}" for seed, text in sorted(self.violations.items())]
+        shown = list(self.violations.items())[:VIOLATIONS_SHOWN]
+        out += [f"VIOLATION {name}: {violation}" for name, violation in shown]
         out += [
             f"never reached, {kind}: {', '.join(names) if names else 'none'}"
             for kind, names in self.coverage.never(POINTS).items()
@@ -42,8 +59,8 @@ class Report:
         return out
 
 
-def run_seed(seed: int, events: int, settings: SimSettings) -> tuple[World, str]:
-    """One world: trouble for `events` events, then calm. The text is the violation, or empty."""
+def run_seed(seed: int, events: int, settings: SimSettings) -> tuple[World, Violation | None]:
+    """One world: trouble for `events` events, then calm, in which all must become well."""
     world = World(seed, settings)
     try:
         world.start()
@@ -51,21 +68,29 @@ def run_seed(seed: int, events: int, settings: SimSettings) -> tuple[World, str]
         world.run_events(events)
         world.settle()
     except Violation as violation:
-        return world, str(violation)
-    return world, ""
+        return world, violation
+    return world, None
 
 
-def run(seeds: Iterable[int], events: int = 2000, settings: SimSettings | None = None) -> Report:
-    """Each seed once. Never raises a violation: it is in the report."""
+def run_scenario(name: str, seed: int, settings: SimSettings) -> tuple[World, Violation | None]:
+    """One of the fixed scenarios, with few engines."""
+    world = World(seed, replace(settings, engines=SCENARIO_ENGINES))
+    try:
+        SCENARIOS[name](world)
+    except Violation as violation:
+        return world, violation
+    return world, None
+
+
+def run(
+    seeds: Iterable[int], events: int = 2000, settings: SimSettings | None = None, scenarios: bool = True
+) -> Report:
+    """Each seed once, and each scenario once under the first seed. A violation is in the report, not raised."""
     settings = settings or SimSettings()
+    seeds = list(seeds)
     report = Report()
     for seed in seeds:
-        world, violation = run_seed(seed, events, settings)
-        report.seeds.append(seed)
-        report.events += world.kernel.events
-        report.simulated_seconds += world.kernel.now
-        report.tokens += world.witness.tokens
-        report.coverage.add(world.coverage)
-        if violation:
-            report.violations[seed] = violation
+        report.add(f"seed {seed}", *run_seed(seed, events, settings))
+    for name in SCENARIOS if scenarios and seeds else ():
+        report.add(f"{name}, seed {seeds[0]}", *run_scenario(name, seeds[0], settings))
     return report

@@ -145,6 +145,7 @@ class Witness:
         assert isinstance(event, ee.Opened)
         self.check(life.welcomed, "INV-7", f"{life} took an update before its welcome")
         self.check(event.writer_term >= life.agent.seen_term, "INV-7", f"{life} took one of term {event.writer_term}")
+        self.check(event.version.number >= life.highest, "INV-5", f"{life} took {event.version} after {life.highest}")
         state = life.core.state
         if effect.attached and not state.installing:
             held = life.engine.content == self.truth.get(event.version) and state.applied == event.version

@@ -15,6 +15,7 @@ from controlplane.core.fleet_records import (
     TermGiven,
     UpdateBegan,
     UpdateDecided,
+    UpdateRolled,
     UpdateWentGo,
 )
 from controlplane.core.update_transaction import Phase
@@ -102,6 +103,21 @@ def test_what_is_served_and_its_ordinal_survive(reopen: Reopen) -> None:
         ledger.save(decided(number, number, f"u{number}"))
     model = reopen().open(RUN).models[POLICY]
     assert (model.served, model.ordinal) == ((WeightVersion(2, Term(3)),), 2)
+
+
+def test_a_rolling_update_is_found_with_both_versions_served(reopen: Reopen) -> None:
+    ledger = reopen()
+    ledger.open(RUN)
+    ledger.save(began(1, "u1"))
+    ledger.save(decided(1, 1, "u1"))
+    ledger.save(began(2, "u2"))
+    ledger.save(UpdateWentGo(UpdateId("u2")))
+    both = (WeightVersion(1, Term(3)), WeightVersion(2, Term(3)))
+    ledger.save(UpdateRolled(UpdateId("u2"), POLICY, both, 2))
+    again = reopen().open(RUN)
+    assert (again.models[POLICY].served, again.models[POLICY].ordinal) == (both, 2)
+    assert again.rolled == {UpdateId("u2")}
+    assert again.open_updates == ((began(2, "u2"), True),)
 
 
 def test_an_engine_is_known_until_it_says_goodbye(reopen: Reopen) -> None:
