@@ -75,6 +75,7 @@ def _code(error: Exception) -> ExitCode:
         (e.LeaseHeld, ExitCode.LEASE_HELD),
         (e.PeerLost, ExitCode.UNREACHABLE),
         (e.EngineDied, ExitCode.ENGINE_FAILED),
+        (e.LedgerError, ExitCode.LEDGER),
     ]
     return next((code for cls, code in codes if isinstance(error, cls)), ExitCode.FAILED)
 

@@ -96,6 +96,7 @@ class Coordinator(Process):
             step_limit_seconds=s.step_limit,
             ready_limit_seconds=s.ready_limit,
             go_limit_seconds=s.go_limit,
+            policy=self.world.policy,
         )
         recovered = self.ledger.open(s.run_id)
         self.world.witness.coordinator_began(recovered.coordinator_term)

@@ -17,6 +17,7 @@ from controlplane.core.fleet_records import (
     TermGiven,
     UpdateBegan,
     UpdateDecided,
+    UpdateRolled,
     UpdateWentGo,
 )
 from controlplane.core.versions import ModelName, RunId, Term, UpdateId, WeightVersion
@@ -30,6 +31,7 @@ class Kept:
     terms: dict[ModelName, Term] = field(default_factory=dict)
     began: dict[UpdateId, WeightVersion] = field(default_factory=dict)
     went_go: set[UpdateId] = field(default_factory=set)
+    rolled: set[UpdateId] = field(default_factory=set)
     decided: dict[UpdateId, UpdateDecided] = field(default_factory=dict)
     served: dict[ModelName, tuple[WeightVersion, ...]] = field(default_factory=dict)
 
@@ -43,6 +45,9 @@ class Kept:
                 self.went_go.add(record.update_id)
             case UpdateDecided():
                 self.decided[record.update_id] = record
+                self.served[record.model] = record.served
+            case UpdateRolled():
+                self.rolled.add(record.update_id)
                 self.served[record.model] = record.served
             case _:
                 pass

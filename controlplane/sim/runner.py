@@ -74,9 +74,10 @@ def run_seed(seed: int, events: int, settings: SimSettings) -> tuple[World, Viol
 
 def run_scenario(name: str, seed: int, settings: SimSettings) -> tuple[World, Violation | None]:
     """One of the fixed scenarios, with few engines."""
-    world = World(seed, replace(settings, engines=SCENARIO_ENGINES))
+    found = SCENARIOS[name]
+    world = World(seed, replace(settings, engines=SCENARIO_ENGINES, policy=found.policy))
     try:
-        SCENARIOS[name](world)
+        found.run(world)
     except Violation as violation:
         return world, violation
     return world, None

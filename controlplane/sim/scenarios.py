@@ -7,6 +7,7 @@ rest. It raises `Violation`. To add one: write a function of a world, and its de
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -15,27 +16,41 @@ from controlplane.core.engine_state import Poisoned
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.fleet_records import Recovered
 from controlplane.core.plan import EnginePlace
-from controlplane.core.update_transaction import Phase, UpdateTransaction
+from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import Incarnation, Term, WeightVersion
 from controlplane.sim.engine import InstallEnding
 from controlplane.sim.push import Push
 from controlplane.sim.settings import POLICY
 from controlplane.sim.world import World
 
-Scenario = Callable[[World], None]
+Script = Callable[[World], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    run: Script
+    policy: UpdatePolicy
+
+
 SCENARIOS: dict[str, Scenario] = {}
 QUIET_SECONDS = 20.0
+ALL = UpdatePolicy()
 
 
-def scenario(function: Scenario) -> Scenario:
-    SCENARIOS[function.__name__] = function
-    return function
+def scenario(policy: UpdatePolicy = ALL) -> Callable[[Script], Script]:
+    """Lists a script, with the policy that its world's updates have."""
+
+    def listed(script: Script) -> Script:
+        SCENARIOS[script.__name__] = Scenario(script, policy)
+        return script
+
+    return listed
 
 
 # ---- installs that fail ----
 
 
-@scenario
+@scenario()
 def one_of_n_installs_fails_after_go_under_all(world: World) -> None:
     """N − 1 serve the new version, the decision is DEGRADED and names the engine, and the next push heals it."""
     _serve(world)
@@ -48,7 +63,7 @@ def one_of_n_installs_fails_after_go_under_all(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def an_install_that_touched_nothing_keeps_the_old_version_served(world: World) -> None:
     """A live engine still holds what is served: the decision is FAILED, and it serves on."""
     _serve(world)
@@ -60,7 +75,7 @@ def an_install_that_touched_nothing_keeps_the_old_version_served(world: World) -
     world.settle()
 
 
-@scenario
+@scenario()
 def both_old_and_new_have_no_holder(world: World) -> None:
     """Every install fails after its first byte: nothing is claimed, nothing served, and the next push lights it up."""
     _serve(world)
@@ -73,7 +88,7 @@ def both_old_and_new_have_no_holder(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def every_engine_is_rebuilt_in_mid_install(world: World) -> None:
     """An unknown outcome is a new incarnation, unset."""
     _serve(world)
@@ -84,7 +99,7 @@ def every_engine_is_rebuilt_in_mid_install(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def an_agent_dies_in_mid_install_and_returns(world: World) -> None:
     """It comes back unset, under the terms that its disk remembers; its old life counts as lost."""
     _serve(world)
@@ -94,7 +109,7 @@ def an_agent_dies_in_mid_install_and_returns(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def a_stale_resume_arrives_in_mid_install(world: World) -> None:
     """Nobody's word but the install's own end opens the gate; a resume for another life is refused."""
     _serve(world)
@@ -108,10 +123,33 @@ def a_stale_resume_arrives_in_mid_install(world: World) -> None:
     world.settle()
 
 
+@scenario(UpdatePolicy(Mode.ROLLING))
+def a_rolling_update_whose_second_engine_fails(world: World) -> None:
+    """The first that applied is served beside the old version; the decision is DEGRADED, and never taken back."""
+    _serve(world)
+    world.faults.next_installs("e1", InstallEnding.TOUCHED)
+    update = _next_update(world)
+    world.run_until(lambda: update.rolled, 10.0, "it rolls", look_seconds=0.0)
+    _expect(world, len(world.served) == 2 and update.version in world.served, f"served is {world.served}")
+    world.run_until(lambda: update.phase.final, 20.0, "it is decided", look_seconds=0.0)
+    _expect(world, update.phase is Phase.DEGRADED and world.served == (update.version,), f"{update.phase}")
+    world.settle()
+
+
+@scenario(UpdatePolicy(quorum=2))
+def a_quorum_commits_and_the_failed_one_heals(world: World) -> None:
+    """Two of three are enough; the third is named, shut, and healed by the next push."""
+    _serve(world)
+    world.faults.next_installs("e1", InstallEnding.TOUCHED)
+    update = _next_decision(world)
+    _expect(world, update.phase is Phase.COMMITTED and "e1 failed" in update.cause, f"{update.phase} {update.cause}")
+    world.settle()
+
+
 # ---- links ----
 
 
-@scenario
+@scenario()
 def the_link_breaks_after_the_commit_frame(world: World) -> None:
     """The agents own their installs; the writer comes again, attaches and gets the outcome."""
     _serve(world)
@@ -121,7 +159,7 @@ def the_link_breaks_after_the_commit_frame(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def the_same_update_is_opened_twice(world: World) -> None:
     """The later stream starts anew at chunk 0, the older one is ended, one install comes of it."""
     _serve(world)
@@ -135,7 +173,7 @@ def the_same_update_is_opened_twice(world: World) -> None:
 # ---- terms ----
 
 
-@scenario
+@scenario()
 def takeover_while_the_served_version_is_of_the_old_term_and_every_engine_restarts(world: World) -> None:
     """The new trainer's first push lights the fleet up; the old one is fenced."""
     _serve(world)
@@ -148,7 +186,7 @@ def takeover_while_the_served_version_is_of_the_old_term_and_every_engine_restar
     _expect(world, all(v.term == world.trainers[0].term for v in world.served), f"served is {world.served}")
 
 
-@scenario
+@scenario()
 def a_zombie_wakes_after_its_successor_pushed(world: World) -> None:
     """Stopped with its update ready, taken over, continued: refused by agents and coordinator, and it ends."""
     _serve(world)
@@ -162,7 +200,7 @@ def a_zombie_wakes_after_its_successor_pushed(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def a_trainer_dies_after_go(world: World) -> None:
     """No commit frame comes: every engine aborts, the decision is FAILED, and the old version is served on."""
     _serve(world)
@@ -173,7 +211,7 @@ def a_trainer_dies_after_go(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def an_old_coordinators_call_arrives_after_the_new_ones(world: World) -> None:
     """Its words are refused by the agents; and it refuses agents that know a later one."""
     _serve(world)
@@ -196,7 +234,7 @@ def an_old_coordinators_call_arrives_after_the_new_ones(world: World) -> None:
 # ---- the coordinator's deaths ----
 
 
-@scenario
+@scenario()
 def the_coordinator_dies_after_go_was_written(world: World) -> None:
     """A restart decides from what engines report."""
     _serve(world)
@@ -208,7 +246,7 @@ def the_coordinator_dies_after_go_was_written(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def the_coordinator_dies_before_go(world: World) -> None:
     """An update without go in the ledger is aborted by the restart, and costs nothing."""
     _serve(world)
@@ -220,7 +258,7 @@ def the_coordinator_dies_before_go(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def a_decision_that_was_not_synced_was_told_to_nobody(world: World) -> None:
     """The coordinator dies between writing and syncing: the restart decides again, from reports."""
     _serve(world)
@@ -232,7 +270,7 @@ def a_decision_that_was_not_synced_was_told_to_nobody(world: World) -> None:
     world.settle()
 
 
-@scenario
+@scenario()
 def the_ledger_is_restored_from_an_older_copy_while_agents_restart_too(world: World) -> None:
     """Agents know numbers that the ledger does not: it stays recovering, and gives no number twice."""
     _serve(world)

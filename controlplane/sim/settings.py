@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from controlplane.core.engine_core import EngineCore
 from controlplane.core.fleet import FleetCore
 from controlplane.core.layout import DType, Expected, Layout, TensorSpec, content_digest
+from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import ModelName, RunId
 
 RUN = RunId("sim")
 POLICY = ModelName("policy")
+
+POLICIES = (
+    UpdatePolicy(),
+    UpdatePolicy(quorum=2),
+    UpdatePolicy(Mode.ROLLING),
+    UpdatePolicy(Mode.ROLLING, quorum=2),
+)
 
 LAYOUT = Layout((TensorSpec("a", DType.BF16, (4, 2)), TensorSpec("b", DType.BF16, (3,))))
 EXPECTED = Expected(
@@ -43,6 +51,8 @@ class SimSettings:
 
     engines: int = 4
     clients: int = 2
+    policy: UpdatePolicy | None = None
+    """What an update needs; None: the seed chooses one of `POLICIES`."""
     run_id: RunId = RUN
     lease_ttl: float = 3.0
     step_limit: float = 60.0

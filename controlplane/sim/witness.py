@@ -13,7 +13,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import EngineState, Held, Poisoned, Stage
 from controlplane.core.errors import WeightplaneError
-from controlplane.core.fleet_records import Record, TermGiven, UpdateBegan, UpdateDecided, UpdateWentGo
+from controlplane.core.fleet_records import Record, TermGiven, UpdateBegan, UpdateDecided, UpdateRolled, UpdateWentGo
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, Term, UpdateId, WeightVersion
 from controlplane.sim.coverage import Coverage
@@ -226,6 +226,8 @@ class Witness:
             case UpdateWentGo():
                 same_life = self._began_in.get(record.update_id) == coordinator.life
                 self.check(same_life, "restart", f"{record.update_id} had no go when the coordinator died, and got one")
+            case UpdateRolled():
+                self._check_rolled(coordinator, coordinator.core.updates[record.update_id], record)
             case UpdateDecided():
                 self._check_decision(coordinator, coordinator.core.updates[record.update_id], record)
             case _:
@@ -259,15 +261,29 @@ class Witness:
         self._phases[update_id] = phase
 
     def _check_decision(self, coordinator: Coordinator, update: UpdateTransaction, record: UpdateDecided) -> None:
-        """INV-9: by the reports of incarnations alive now, at least one."""
+        """INV-9: by the reports of incarnations alive now, at least one; unless its version is served already."""
+        rolled = record.update_id in coordinator.ledger.kept.rolled
         if record.phase is Phase.FAILED:
+            self.check(not rolled, "INV-9", f"{record.update_id} was served already, and is given up")
             return
-        self.check(record.served == (update.version,), "INV-9", f"{record.update_id} serves {record.served}")
-        applied = [o for o in update.outcomes.values() if self._holds_it(coordinator, o.engine_id, update)]
-        self.check(bool(applied), "INV-9", f"{record.update_id} is {record.phase.value}, and no live engine applied it")
+        self.check(update.version in record.served, "INV-9", f"{record.update_id} serves {record.served}")
+        alive = rolled or self._has_holder(coordinator, update)
+        self.check(alive, "INV-9", f"{record.update_id} is {record.phase.value}, and no live engine applied it")
         if record.phase is Phase.COMMITTED:
-            unsaid = [o.engine_id for o in update.required if o.stage is not Stage.APPLIED]
-            self.check(not unsaid, "INV-9", f"{record.update_id} is committed without {unsaid}")
+            said = sum(o.stage is Stage.APPLIED for o in update.required)
+            needed = coordinator.world.policy.needed(len(update.required))
+            self.check(said >= needed, "INV-9", f"{record.update_id} is committed by {said} of {needed}")
+
+    def _check_rolled(self, coordinator: Coordinator, update: UpdateTransaction, record: UpdateRolled) -> None:
+        before = coordinator.ledger.kept.served.get(record.model, ())
+        only = set(record.served) <= {*before[-1:], update.version} and update.version in record.served
+        self.check(only, "INV-9", f"{record.update_id} rolls from {before} to {record.served}")
+        self.check(
+            self._has_holder(coordinator, update), "INV-9", f"{record.update_id} rolls, and no live engine applied it"
+        )
+
+    def _has_holder(self, coordinator: Coordinator, update: UpdateTransaction) -> bool:
+        return any(self._holds_it(coordinator, o.engine_id, update) for o in update.outcomes.values())
 
     def _holds_it(self, coordinator: Coordinator, engine_id: EngineId, update: UpdateTransaction) -> bool:
         """By its last word, and it is not known to be gone."""

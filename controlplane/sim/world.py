@@ -12,7 +12,7 @@ from controlplane.sim.coverage import Coverage
 from controlplane.sim.faults import Faults
 from controlplane.sim.kernel import Kernel, Process
 from controlplane.sim.rogue import Rogue
-from controlplane.sim.settings import POLICY, SimSettings
+from controlplane.sim.settings import POLICIES, POLICY, SimSettings
 from controlplane.sim.trainer import Trainer
 from controlplane.sim.witness import Violation, Witness
 
@@ -35,6 +35,7 @@ class World:
         self.seed = seed
         self.settings = settings or SimSettings()
         self.kernel = Kernel(seed)
+        self.policy = self.kernel.rng.choice(POLICIES) if self.settings.policy is None else self.settings.policy
         self.coverage = Coverage()
         self.witness = Witness(self.kernel, self.coverage, self.settings.lease_ttl)
         self.faults = Faults(self)
