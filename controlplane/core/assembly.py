@@ -45,36 +45,40 @@ class Assembly:
         """
         if index != self.chunk_count:
             raise FrameOutOfOrder(expected=f"chunk {self.chunk_count}", got=f"chunk {index}")
-        completed = [r.tensor for r in records if self._add_record(r, buffer_bytes)]
+        received: dict[int, int] = {}
+        for record in records:  # all are judged before one is booked: a refusal leaves the account as it was
+            received[record.tensor] = self._judge(record, received.get(record.tensor), buffer_bytes)
+        for record in records:
+            self._received[record.tensor] += record.byte_count
+            self.byte_count += record.byte_count
+            if record.checksum is not None:
+                self._checksums[record.tensor] = record.checksum
+                self._complete += 1
         self.chunk_count += 1
-        return completed
+        return [r.tensor for r in records if r.checksum is not None]
 
-    def _add_record(self, record: Record, buffer_bytes: int) -> bool:
+    def _judge(self, record: Record, received_here: int | None, buffer_bytes: int) -> int:
+        """Bytes of the tensor that have come with this record; `received_here` after earlier ones of the chunk."""
         if record.tensor >= len(self._received):
             raise FrameInvalid("TensorRecord", "tensor", f"the layout has {len(self._received)} tensors")
         spec = self.layout.tensors[record.tensor]
-        have = self._received[record.tensor]
-        if self._checksums[record.tensor] is not None:
+        have = self._received[record.tensor] if received_here is None else received_here
+        if self._checksums[record.tensor] is not None or (received_here is not None and have == spec.byte_count):
             raise FrameOutOfOrder(expected="a tensor not yet complete", got=f"more of {spec.name}")
         if record.tensor_offset != have:
             raise FrameOutOfOrder(
                 expected=f"{spec.name} from byte {have}", got=f"{spec.name} from byte {record.tensor_offset}"
             )
-        if have + record.byte_count > spec.byte_count:
-            raise ByteCountMismatch(what=spec.name, expected=spec.byte_count, got=have + record.byte_count)
+        end = have + record.byte_count
+        if end > spec.byte_count:
+            raise ByteCountMismatch(what=spec.name, expected=spec.byte_count, got=end)
         if record.buffer_offset + record.byte_count > buffer_bytes:
             raise ByteCountMismatch(
                 what=f"buffer with {spec.name}", expected=record.buffer_offset + record.byte_count, got=buffer_bytes
             )
-        done = have + record.byte_count == spec.byte_count
-        if done != (record.checksum is not None):
+        if (end == spec.byte_count) != (record.checksum is not None):
             raise FrameInvalid("TensorRecord", "checksum", f"belongs on the record that completes {spec.name}")
-        self._received[record.tensor] = have + record.byte_count
-        self.byte_count += record.byte_count
-        if done:
-            self._checksums[record.tensor] = record.checksum
-            self._complete += 1
-        return done
+        return end
 
     @property
     def complete(self) -> bool:

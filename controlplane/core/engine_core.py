@@ -336,6 +336,8 @@ class EngineCore:
 
     def _spans_disagreed(self, event: SpansDisagreed) -> list[Effect]:
         self._set_weights(Poisoned(event.cause))
+        if self._update is not None:  # an install that touches nothing must not bring the old claim back
+            self._update.held_before = self.state.weights
         return [Report()]
 
     # ---- holds and counts ----

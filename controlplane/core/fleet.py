@@ -94,6 +94,7 @@ class FleetCore:
         self._plan_revision = 0
         self._awaited = {k.engine_id for k in recovered.engines}
         self._regressed: set[EngineId] = set()
+        self._highest_term_seen = Term(0)
         self._recovery_ends_at = now + settings.lease_ttl_seconds
         for lease in recovered.leases:
             self._restore_lease(lease, now)
@@ -102,7 +103,9 @@ class FleetCore:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide. Raises a `Refused` with nothing changed. `now`: monotonic seconds."""
-        return _HANDLERS[type(event)](self, event, now)
+        effects = _HANDLERS[type(event)](self, event, now)
+        # INV-9: what is told is read from this state, so all of its records are written first.
+        return sorted(effects, key=lambda effect: not isinstance(effect, Save))
 
     # ---- reading ----
 
@@ -152,6 +155,7 @@ class FleetCore:
         self._awaited.discard(event.place.engine_id)
         if event.max_number >= self._next_number or event.max_term > self.model(event.state.model).term:
             self._regressed.add(event.place.engine_id)
+        self._highest_term_seen = max(self._highest_term_seen, event.max_term)
         self.model(event.state.model)
         return [*effects, Welcome(event.session, Term(0)), *self._after_report(event.state, now)]
 
@@ -209,7 +213,7 @@ class FleetCore:
         self, model: ModelRecord, holder: TrainerRecord | None, event: TrainerConnected, now: float
     ) -> list[Effect]:
         """A new term (INV-7): in the ledger first; the older holder is fenced, its update ends unless it went go."""
-        model.term = Term(model.term + 1)
+        model.term = Term(max(model.term, self._highest_term_seen) + 1)
         effects: list[Effect] = [
             Save(TermGiven(event.model, model.term, event.trainer_id, event.incarnation)),
             Welcome(event.session, model.term),  # its first frame: states are broadcast below
@@ -279,14 +283,11 @@ class FleetCore:
         effects: list[Effect] = [ViewChanged()]  # also heartbeats that changed nothing make what is known younger
         if self._awaited and now >= self._recovery_ends_at:
             self._awaited.clear()
-        for record in list(self.engines.values()):
-            silent = now - record.reported_at > self.settings.lease_ttl_seconds
-            if silent and record.session is not None:
+        for record in self.engines.values():
+            if record.session is not None and now - record.reported_at > self._ttl:
                 stopped = e.PeerLost(peer=record.place.engine_id, cause="no report within the lease's time")
                 effects.append(CloseSession(record.session, stopped))
                 record.session, record.gate_open = None, False
-            if silent:
-                self._lose(record.place.engine_id, "silent for longer than the lease's time")
         for model in list(self.models):
             effects += self._advance(model, now)
         return effects
@@ -303,10 +304,11 @@ class FleetCore:
         self._check_term(event.model, event.term)
         if self.recovering:
             raise e.CoordinatorRecovering(term=self.term, engines=sorted(self._awaited | self._regressed))
+        repeated = next((u for u in self.updates.values() if u.request_id == event.request_id), None)
+        if repeated is not None:
+            return [UpdatePlanned(repeated)]
         current = self.open_update(event.model)
         if current is not None:
-            if current.request_id == event.request_id:
-                return [UpdatePlanned(current)]
             raise e.UpdateInProgress(update_id=current.update_id, version=str(current.version))
         plan = self._plan(event.model)
         limit = event.ready_limit_seconds or self.settings.ready_limit_seconds
@@ -364,6 +366,7 @@ class FleetCore:
         effects: list[Effect] = []
         update = self.open_update(model)
         while update is not None and not update.phase.final:
+            self._lose_the_silent(update, now)
             if update.may_roll:
                 effects += self._roll(update)
             step = update.next_phase(now, served_has_holder=self._served_has_holder(model))
@@ -378,6 +381,18 @@ class FleetCore:
         if update is not None and not effects:
             effects.append(UpdateChanged(update.update_id))
         return effects
+
+    def _lose_the_silent(self, update: UpdateTransaction, now: float) -> None:
+        """INV-9: a decision rests on engines that are alive at it; ticks may be late, after a pause of this process."""
+        for outcome in list(update.outcomes.values()):
+            record = self.engines.get(outcome.engine_id)
+            heard_at = record.reported_at if record is not None else self._recovery_ends_at - self._ttl
+            if now - heard_at > self._ttl:
+                update.lose(outcome.engine_id, "silent for longer than the lease's time")
+
+    @property
+    def _ttl(self) -> float:
+        return self.settings.lease_ttl_seconds
 
     def _roll(self, update: UpdateTransaction) -> list[Effect]:
         """Serve the new version beside the old one, from its first engine on: in the ledger before anyone is told."""
@@ -459,6 +474,7 @@ class FleetCore:
             deadline=now + self.settings.go_limit_seconds if went_go else now,
             policy=self.settings.policy,
             phase=Phase.GO if went_go else Phase.PREPARING,
+            doomed=not went_go,
             rolled=rolled,
             outcomes={i: Outcome(i, inc, required) for i, inc, required in began.engines},
         )

@@ -7,7 +7,7 @@ decided.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from controlplane.core.engine_state import EngineState, Stage
@@ -99,6 +99,8 @@ class UpdateTransaction:
     policy: UpdatePolicy = field(default_factory=UpdatePolicy)
     phase: Phase = Phase.PREPARING
     cause: str = ""
+    doomed: bool = False
+    """The coordinator restarted before go: its trainer begins anew."""
     rolled: bool = False
     """The fleet serves it already, beside what it served before (ROLLING); it is never aborted after that."""
     outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
@@ -117,21 +119,23 @@ class UpdateTransaction:
         progress = state.progress
         if progress is None or progress.update_id != self.update_id:
             return False
-        return self._put(
-            Outcome(
-                old.engine_id,
-                old.incarnation,
-                old.required,
-                progress.stage,
-                error_reason=progress.error_reason,
-                error_message=progress.error_message,
-            )
+        outcome = Outcome(
+            old.engine_id,
+            old.incarnation,
+            old.required,
+            progress.stage,
+            error_reason=progress.error_reason,
+            error_message=progress.error_message,
         )
+        if progress.stage is Stage.APPLIED and state.applied != self.version:  # poisoned since
+            gone = "it applied the version and does not hold it any more"
+            outcome = replace(outcome, stage=Stage.FAILED, error_reason="ENGINE_POISONED", error_message=gone)
+        return self._put(outcome)
 
     def lose(self, engine_id: EngineId, cause: str) -> bool:
-        """An engine fell silent for too long. True if it changed an outcome."""
+        """An engine fell silent for too long, also one that had applied. True if it changed an outcome."""
         old = self.outcomes.get(engine_id)
-        return old is not None and not old.ended and self._put(_lost(old, cause))
+        return old is not None and not old.bad and self._put(_lost(old, cause))
 
     def next_phase(self, now: float, *, served_has_holder: bool) -> tuple[Phase, str] | None:
         """The phase that follows from what is known, with its cause; None while nothing follows.
@@ -156,6 +160,8 @@ class UpdateTransaction:
 
     def _judge_ready(self, now: float) -> tuple[Phase, str] | None:
         """Go when all that can be ready are, if they suffice. Who is slow is waited for until the deadline."""
+        if self.doomed:
+            return Phase.FAILED, "the coordinator restarted before go"
         required, needed = self.required, self.needed
         bad = [o for o in required if o.bad]
         if len(required) - len(bad) < needed:
@@ -172,7 +178,8 @@ class UpdateTransaction:
     def _decide(self, now: float, served_has_holder: bool) -> tuple[Phase, str] | None:
         if now >= self.deadline:
             for o in self.required:
-                self.lose(o.engine_id, "no outcome before the deadline")
+                if not o.ended:
+                    self.lose(o.engine_id, "no outcome before the deadline")
         if not all(o.ended for o in self.required):
             return None
         bad = "; ".join(str(o) for o in self.required if o.bad)
