@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real bench check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real sim mutants kill-matrix bench check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -32,6 +32,15 @@ test: setup ## the tests, real engines and trainers included; without the slow o
 
 test-real: setup ## the tests that start real vLLM or real Megatron, the slow ones too
 	$(BIN)/python -m pytest -m "real or slow" $(TESTS)
+
+sim: setup ## simulate the fleet with faults: 200 seeds, or one again (make sim SEED=7)
+	$(BIN)/weightplane sim $(if $(SEED),--seed $(SEED))
+
+mutants: setup ## remove each invariant's check in turn: some test must catch it
+	$(BIN)/python -m tests.mutants.run
+
+kill-matrix: setup ## kill each process at each phase of an update; writes docs/failures.md (up to 25 minutes)
+	$(BIN)/python -m tests.kill_matrix.run --write docs/failures.md
 
 bench: setup ## what the control plane itself costs
 	$(BIN)/python bench/control_cost.py

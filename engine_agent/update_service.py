@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 Frames = AsyncIterator[weight_update_pb2.UpdateWeightsRequest]
 Response = weight_update_pb2.UpdateWeightsResponse
+READY_IDLE_SECONDS = 600.0
+"""Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
 MAX_LAYOUT_TENSORS = 1_000_000
 """As the manifest's own limit."""
 
@@ -66,16 +68,20 @@ class _Reader:
         self._ended = ended
         self._idle_seconds = idle_seconds
 
-    async def next(self) -> weight_update_pb2.UpdateWeightsRequest | None:
-        """None at the end of the stream. Raises the ending error, or UpdateAborted after silence."""
+    async def next(self, *, ready: bool = False) -> weight_update_pb2.UpdateWeightsRequest | None:
+        """None at the end of the stream. Raises the ending error, or UpdateAborted after silence.
+
+        `ready`: only the commit is missing, which waits for the slowest engine of the fleet.
+        """
+        limit = READY_IDLE_SECONDS if ready else self._idle_seconds
         frame = asyncio.ensure_future(self._next_or_none())
         try:
             ends: set[asyncio.Future[Any]] = {frame, self._ended}
-            await asyncio.wait(ends, timeout=self._idle_seconds, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 raise self._ended.result()
             if not frame.done():
-                raise e.UpdateAborted(update_id="", cause=f"no frame for {self._idle_seconds} s")
+                raise e.UpdateAborted(update_id="", cause=f"no frame for {limit} s")
             return frame.result()
         finally:
             frame.cancel()
@@ -145,7 +151,8 @@ class _Attempt:
     async def _receive(self, version: WeightVersion) -> AsyncIterator[Response]:
         """Chunks, until the commit frame was taken."""
         while True:
-            frame = await self._reader.next()
+            update = self._life.core.update
+            frame = await self._reader.next(ready=update is not None and update.verified)
             kind = frame.WhichOneof("frame") if frame is not None else None
             if frame is None:
                 raise e.UpdateAborted(update_id="", cause="the stream ended without a commit")

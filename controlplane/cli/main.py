@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from controlplane.cli import daemons, health, ledger, status
+from controlplane.cli import daemons, health, ledger, sim, status
 from controlplane.cli.demo.command import demo
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command(short_help="Run a trainer agent with its training ranks.")(daemons.t
 app.command(short_help="Train a small model on this machine.")(demo)
 app.command(short_help="Show engines, trainers and updates.")(status.status)
 app.command(short_help="Ask a daemon whether it serves.")(health.health)
+app.command(short_help="Simulate a fleet with faults.")(sim.sim)
 app.add_typer(ledger.app, name="ledger", short_help="Look into a ledger.")
 
 

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
+from controlplane import failpoints
 from controlplane.coordinator import views
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
 from controlplane.core.fleet import FleetCore
@@ -22,6 +23,7 @@ from controlplane.core.fleet_events import (
     CloseSession,
     Effect,
     Event,
+    Paused,
     Save,
     Tick,
     UpdateChanged,
@@ -29,6 +31,7 @@ from controlplane.core.fleet_events import (
     ViewChanged,
     Welcome,
 )
+from controlplane.core.fleet_records import UpdateDecided
 from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import ModelName, RunId, Term, UpdateId
 from controlplane.ledger import Ledger
@@ -40,6 +43,8 @@ from weightplane.v1 import fleet_pb2, operator_pb2
 
 log = structlog.get_logger(__name__)
 
+PAUSE_SHARE = 0.5
+"""Of the lease's time: five ticks that did not come."""
 MAX_PENDING_FRAMES = 256
 """Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
 
@@ -78,6 +83,7 @@ class Hub:
         self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
         self._routes: dict[ModelName, Latest[fleet_pb2.WatchRoutesResponse]] = {}
         self._next_session = 0
+        self._handled_at = time.monotonic()
         for update in core.updates.values():
             self._publish_update(update)
 
@@ -96,10 +102,20 @@ class Hub:
     async def handle(self, event: Event) -> list[Effect]:
         """Decide an event and carry its effects out. Raises what the core refuses with."""
         async with self._lock:
-            effects = self.core.handle(event, time.monotonic())
+            now = self._now()
+            effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
             await to_the_end(self._carry_out(effects))
             return effects
+
+    def _now(self) -> float:
+        """Monotonic seconds. Ticks come often, so a long gap since the last event is a pause of this process."""
+        now = time.monotonic()
+        gap, self._handled_at = now - self._handled_at, now
+        if gap > self.core.settings.lease_ttl_seconds * PAUSE_SHARE:
+            log.warning("coordinator_was_paused", seconds=round(gap, 3))
+            self.core.handle(Paused(gap), now)
+        return now
 
     async def begin_update(self, event: Event) -> UpdateTransaction:
         effects = await self.handle(event)
@@ -114,6 +130,10 @@ class Hub:
         changed = False
         for effect in effects:
             match effect:
+                case Save(UpdateDecided() as record):
+                    failpoints.hit("coordinator.before_decision")
+                    await self._save(record)
+                    failpoints.hit("coordinator.after_decision")
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):

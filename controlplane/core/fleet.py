@@ -20,6 +20,7 @@ from controlplane.core.fleet_events import (
     EngineConnected,
     EngineReported,
     Event,
+    Paused,
     Save,
     SessionEnded,
     Tick,
@@ -145,10 +146,7 @@ class FleetCore:
         if old is None:
             effects.append(Save(EngineKnown(event.place.engine_id, event.state.model)))
         elif old.session is not None:
-            replaced = e.WrongIncarnation(
-                engine_id=event.place.engine_id, expected=event.state.incarnation, got=old.state.incarnation
-            )
-            effects.append(CloseSession(old.session, replaced))
+            effects.append(CloseSession(old.session, self._why_replaced(old.state, event.state)))
         self.engines[event.place.engine_id] = EngineRecord(
             event.place, event.state, event.session, now, event.capabilities, event.gate_open
         )
@@ -158,6 +156,13 @@ class FleetCore:
         self._highest_term_seen = max(self._highest_term_seen, event.max_term)
         self.model(event.state.model)
         return [*effects, Welcome(event.session, Term(0)), *self._after_report(event.state, now)]
+
+    def _why_replaced(self, old: EngineState, new: EngineState) -> e.WeightplaneError:
+        """L2: another life took its place, which the old one must hear. The same life on a new connection loses nothing
+        but the old connection."""
+        if old.incarnation == new.incarnation:
+            return e.PeerLost(peer=old.engine_id, cause="the same life opened a newer session")
+        return e.WrongIncarnation(engine_id=old.engine_id, expected=new.incarnation, got=old.incarnation)
 
     def _engine_reported(self, event: EngineReported, now: float) -> list[Effect]:
         record = self._by_session(event.session)
@@ -278,6 +283,18 @@ class FleetCore:
             effects.append(Save(EngineForgotten(record.place.engine_id)))
             self._lose(record.place.engine_id, "it left")
         return [*effects, *self._advance(record.state.model, now)]
+
+    def _paused(self, event: Paused, now: float) -> list[Effect]:
+        """Every limit that ran meanwhile gets the time back: what came is still unread, what was due was not done."""
+        self._recovery_ends_at += event.seconds
+        for engine in self.engines.values():
+            engine.reported_at += event.seconds
+        for trainer in self.trainers.values():
+            trainer.expires_at += event.seconds
+            trainer.progressed_at += event.seconds
+        for update in self.updates.values():
+            update.deadline += event.seconds
+        return []
 
     def _tick(self, event: Tick, now: float) -> list[Effect]:
         effects: list[Effect] = [ViewChanged()]  # also heartbeats that changed nothing make what is known younger
@@ -500,5 +517,6 @@ _HANDLERS: Mapping[type, Callable[[FleetCore, Any, float], list[Effect]]] = {
     SessionEnded: FleetCore._session_ended,
     UpdateRequested: FleetCore._update_requested,
     AbortRequested: FleetCore._abort_requested,
+    Paused: FleetCore._paused,
     Tick: FleetCore._tick,
 }

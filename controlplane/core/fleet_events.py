@@ -85,6 +85,13 @@ class AbortRequested:
 
 
 @dataclass(frozen=True, slots=True)
+class Paused:
+    """The coordinator itself stood still for so long (stopped, swapped out): nobody's silence in it means anything."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time went by."""
 
@@ -97,6 +104,7 @@ Event = (
     | SessionEnded
     | UpdateRequested
     | AbortRequested
+    | Paused
     | Tick
 )
 

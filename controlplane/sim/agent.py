@@ -387,6 +387,8 @@ class Life:
         if self.scheduler_runs:
             self.engine.running = self.scheduler_runs = False
             self.requests.draw_border()
+            if self.world.faults.spans_disagree():
+                self.apply(ee.SpansDisagreed("our account of a request is not the engine's"))
 
     def hold(self, owner: str, incarnation: Incarnation, *, present: bool) -> None:
         """An operator's pause or resume, meant for one incarnation."""

@@ -72,6 +72,10 @@ class Begun:
     plan: Plan
 
 
+PAUSE_SHARE = 0.5
+"""Of the lease's time, as in `controlplane.coordinator.hub`."""
+
+
 class Coordinator(Process):
     """One host's coordinator, life after life."""
 
@@ -85,6 +89,7 @@ class Coordinator(Process):
         self._watches: dict[UpdateId, list[Watch]] = {}
         self._next_session = 0
         self._next_update = 0
+        self._handled_at = 0.0
 
     def boot(self) -> None:
         s = self.world.settings
@@ -101,6 +106,7 @@ class Coordinator(Process):
         recovered = self.ledger.open(s.run_id)
         self.world.witness.coordinator_began(recovered.coordinator_term)
         self.core = s.fleet_core(fleet, recovered, self.kernel.now)
+        self._handled_at = self.kernel.now
         self.after(s.tick, self._tick)
 
     def _tick(self) -> None:
@@ -116,6 +122,7 @@ class Coordinator(Process):
 
     def handle(self, event: fe.Event) -> list[fe.Effect]:
         """Decide and carry out. Raises the core's refusals."""
+        self._notice_own_pause()
         try:
             effects = self.core.handle(event, self.kernel.now)
         except e.WeightplaneError as error:
@@ -126,6 +133,14 @@ class Coordinator(Process):
         for effect in effects:
             self._carry_out(effect)
         return effects
+
+    def _notice_own_pause(self) -> None:
+        """As the daemon's hub does: ticks come often, so a long gap is a pause of this process."""
+        gap, self._handled_at = self.kernel.now - self._handled_at, self.kernel.now
+        if gap > self.world.settings.lease_ttl * PAUSE_SHARE:
+            self.world.coverage.fleet_events[fe.Paused.__name__] += 1
+            self.core.handle(fe.Paused(gap), self.kernel.now)
+            self.world.witness.coordinator_paused(gap)
 
     def _carry_out(self, effect: fe.Effect) -> None:
         match effect:

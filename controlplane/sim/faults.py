@@ -85,6 +85,10 @@ class Faults:
             return self._rng.choice(TROUBLED)
         return InstallEnding.WORKS
 
+    def spans_disagree(self) -> bool:
+        """Whether a border shows that tokens were counted wrongly."""
+        return self.on and self._rng.random() < self.world.settings.spans_trouble
+
     # ---- by chance ----
 
     def start(self) -> None:
@@ -183,6 +187,7 @@ class Faults:
         self.world.rogue.act()
 
     def _spans(self) -> None:
+        """A sample that ends shows it too, at any time."""
         agent = self._agent()
         if agent is not None and isinstance(agent.present.core.state.weights, Held):
             agent.present.apply(ee.SpansDisagreed("the engine says otherwise"))

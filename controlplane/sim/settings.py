@@ -70,6 +70,8 @@ class SimSettings:
     """How likely a process dies or stops when it passes a fault point."""
     install_trouble: float = 0.08
     """How likely an install does not work."""
+    spans_trouble: float = 0.02
+    """How likely a border in a sample shows that its tokens were counted wrongly."""
     settle_limit: float = 60.0
     """Once faults stop, everything is well within this time."""
     engine_core: type[EngineCore] = EngineCore

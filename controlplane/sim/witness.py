@@ -6,7 +6,7 @@ reports were delivered) and compares what is claimed with it. Nothing in the cor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
@@ -186,6 +186,10 @@ class Witness:
         for effect in effects:
             if isinstance(effect, fe.Save):
                 self._check_record_to_write(coordinator, effect.record)
+
+    def coordinator_paused(self, seconds: float) -> None:
+        """It stood still itself: what engines said meanwhile is still unread, so their silence does not count."""
+        self.delivered = {i: replace(d, at=d.at + seconds) for i, d in self.delivered.items()}
 
     def _note_report(self, coordinator: Coordinator, event: fe.EngineReported) -> None:
         engine_id = event.state.engine_id

@@ -480,6 +480,23 @@ def test_a_ledger_older_than_what_engines_applied_keeps_it_recovering() -> None:
         f.begin("u1")
 
 
+def test_a_coordinator_that_stood_still_itself_judges_nobodys_silence_in_it(
+    two: tuple[Fleet, dict[str, int]],
+) -> None:
+    f, engines = two
+    update = f.begin("u1")
+    for name, session in engines.items():
+        f.stage(session, name, update, Stage.READY)
+    f.now += 20 * TTL
+    f.handle(events.Paused(20 * TTL))
+    f.handle(events.Tick())
+    for name, session in engines.items():
+        f.stage(session, name, update, Stage.APPLIED)
+    assert update.phase is Phase.COMMITTED
+    with pytest.raises(e.LeaseHeld):
+        f.trainer("t2", name="other")
+
+
 # ---- policies ----
 
 

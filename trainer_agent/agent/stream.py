@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import grpc
 import structlog
 
+from controlplane import failpoints
 from controlplane.core.errors import (
     DeadlineExceeded,
     FrameOutOfOrder,
@@ -184,9 +185,11 @@ class EngineStream:
         return error
 
     async def _work(self, call: Call, frames: Frames) -> None:
+        failpoints.hit("trainer.before_open")
         await call.write(Request(open=self._open()))
         self._opened = True
         accepted = await _accepted(frames)
+        failpoints.hit("trainer.after_open")
         if not accepted.attached:
             if accepted.layout_needed:
                 await self._send_layout(call)
@@ -194,8 +197,10 @@ class EngineStream:
             await _expect(frames, "ready")
             self.ready = True
             await self._watch.go()
+            failpoints.hit("trainer.before_commit")
             self._commit_sent = True
             await call.write(Request(commit=self._commit()))
+            failpoints.hit("trainer.after_commit")
         self._commit_sent = True
         await _expect(frames, "applied")
 
@@ -225,6 +230,7 @@ class EngineStream:
                 self._handed = not self._inline
                 await call.write(Request(chunk=frame))
                 self._sent += 1
+                failpoints.hit("trainer.between_chunks", self._sent)
             index += 1
 
     def _cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:

@@ -1,0 +1,161 @@
+"""What the simulator found in the cores, each at its smallest."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core import fleet_events as fe
+from controlplane.core.assembly import Record
+from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage
+from controlplane.core.fleet_records import EngineKnown, TermGiven, UpdateBegan, UpdateDecided
+from controlplane.core.plan import EnginePlace
+from controlplane.core.update_transaction import Phase
+from controlplane.core.versions import (
+    DeviceUuid,
+    EngineId,
+    Incarnation,
+    Term,
+    TrainerId,
+    UpdateId,
+    WeightVersion,
+)
+from controlplane.ledger import MemoryLedger
+from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
+from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+
+
+def two() -> tuple[Fleet, dict[str, int]]:
+    """Two engines and a trainer that holds term 1."""
+    f = Fleet()
+    engines = {name: f.engine(name) for name in ("e0", "e1")}
+    f.trainer()
+    return f, engines
+
+
+def hello(state: EngineState) -> fe.EngineConnected:
+    place = EnginePlace(state.engine_id, state.incarnation, f"{state.engine_id}:1", "host", (DeviceUuid("d"),))
+    return fe.EngineConnected(999, place, state, False, (), Term(1), Term(1))
+
+
+def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:
+    f, engines = two()
+    update = f.begin("u1")
+    for name, session in engines.items():
+        f.stage(session, name, update, Stage.READY)
+    f.stage(engines["e0"], "e0", update, Stage.APPLIED)
+    f.effects.clear()
+    f.engine("e1", incarnation="i2")
+    assert update.phase is Phase.DEGRADED
+    kinds = [type(x.record) if isinstance(x, fe.Save) else type(x) for x in f.effects]
+    assert kinds.index(UpdateDecided) < kinds.index(fe.Welcome)
+
+
+def test_a_restart_aborts_an_update_without_go_also_when_every_engine_says_that_it_is_ready() -> None:
+    ledger = MemoryLedger()
+    ledger.open(RUN)
+    ledger.save(TermGiven(POLICY, Term(1), TrainerId("t"), Incarnation("t1")))
+    ledger.save(EngineKnown(EngineId("e0"), POLICY))
+    began = ((EngineId("e0"), Incarnation("i1"), True),)
+    ledger.save(UpdateBegan(UpdateId("u"), "r", POLICY, WeightVersion(5, Term(1)), 3, began))
+    f = Fleet(ledger)
+    progress = Progress(UpdateId("u"), WeightVersion(5, Term(1)), Stage.READY)
+    state = EngineState(RUN, POLICY, EngineId("e0"), Incarnation("i1"), Life.RUNNING, progress=progress)
+    f.handle(hello(state))
+    f.handle(fe.Tick())
+    assert f.core.updates[UpdateId("u")].phase is Phase.FAILED
+
+
+def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry_a_commit() -> None:
+    f, engines = two()
+    update = f.begin("u1")
+    for name, session in engines.items():
+        f.stage(session, name, update, Stage.READY)
+    f.stage(engines["e0"], "e0", update, Stage.APPLIED)
+    f.handle(fe.SessionEnded(engines["e0"], goodbye=False))
+    f.now += TTL + 1
+    f.report(engines["e1"], "e1")
+    f.handle(fe.Tick())
+    f.stage(engines["e1"], "e1", update, Stage.FAILED)
+    assert (update.phase, f.served) == (Phase.FAILED, ())
+
+
+def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
+    f, engines = two()
+    update = f.begin("u1")
+    for name, session in engines.items():
+        f.stage(session, name, update, Stage.READY)
+    f.stage(engines["e0"], "e0", update, Stage.APPLIED)
+    f.now += 20 * TTL
+    f.handle(fe.SessionEnded(engines["e0"], goodbye=False))
+    assert update.phase is not Phase.DEGRADED
+
+
+def test_inv9_an_engine_that_applied_and_is_poisoned_since_does_not_carry_a_commit() -> None:
+    f, engines = two()
+    update = f.begin("u1")
+    for name, session in engines.items():
+        f.stage(session, name, update, Stage.READY)
+    f.stage(engines["e0"], "e0", update, Stage.APPLIED)
+    f.report(engines["e0"], "e0", weights=Poisoned("spans disagree"))
+    f.stage(engines["e1"], "e1", update, Stage.FAILED)
+    assert (update.phase, f.served) == (Phase.FAILED, ())
+
+
+def test_inv11_an_install_that_touched_nothing_does_not_heal_an_engine_whose_spans_disagreed() -> None:
+    agent = Agent()
+    agent.apply(1)
+    agent.receive(2, stream=2, seed=5)
+    agent.commit(2, stream=2, seed=5)
+    agent.handle(ee.SpansDisagreed("at the border of this install"))
+    agent.handle(ee.Quiesced())
+    agent.handle(ee.InstallEnded(e.InstallFailed("e0", "1.2", False, "no byte could be read"), touched=False))
+    assert agent.applied is None
+
+
+def test_a_refused_chunk_leaves_the_account_as_it_was() -> None:
+    agent = Agent()
+    agent.open(1)
+    agent.handle(ee.LayoutArrived(1, LAYOUT))
+    good, bad = Record(0, 0, 0, 16, checksums(1)[0]), Record(9, 0, 0, 1, None)
+    with pytest.raises(e.FrameInvalid):
+        agent.handle(ee.ChunkArrived(1, version(1), 0, (good, bad), 28))
+    assert agent.core.update is not None
+    assert agent.core.update.assembly is not None
+    assert agent.core.update.assembly.byte_count == 0
+
+
+def test_a_repeated_begin_gets_the_same_answer_also_when_its_update_is_decided() -> None:
+    f, engines = two()
+    first = f.push("u1", engines)
+    again = f.handle(fe.UpdateRequested(UpdateId("u2"), "u1", RUN, POLICY, Term(1), 1, None))
+    assert [x.update for x in again if isinstance(x, fe.UpdatePlanned)] == [first]
+
+
+def test_inv7_a_ledger_that_was_put_back_gives_no_term_that_agents_know() -> None:
+    f = Fleet()
+    state = EngineState(RUN, POLICY, EngineId("e0"), Incarnation("i1"), Life.RUNNING)
+    f.handle(replace(hello(state), max_term=Term(3), max_coordinator_term=Term(1), max_number=7))
+    f.trainer()
+    assert f.core.model(POLICY).term > 3
+
+
+def test_l2_a_second_hello_of_the_same_life_does_not_tell_it_that_it_is_another() -> None:
+    f = Fleet()
+    f.engine("e0")
+    f.effects.clear()
+    f.engine("e0")
+    errors = [x.error for x in f.effects if isinstance(x, fe.CloseSession)]
+    assert errors
+    assert not any(isinstance(error, e.WrongIncarnation) for error in errors)
+
+
+def test_a_holder_is_what_its_last_report_says() -> None:
+    """The frame of the findings above: a healthy engine does carry a commit."""
+    f, engines = two()
+    update = f.push("u1", engines)
+    assert update.phase is Phase.COMMITTED
+    assert all(r.state.weights == Held(update.version, b"d") for r in f.core.engines.values())
