@@ -20,7 +20,7 @@ CUDA_ONLY := torchvision torchaudio torchcodec
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
-	  while IFS='|' read -r name text; do printf '  make %-10s %s\n' "$$name" "$$text"; done
+	  while IFS='|' read -r name text; do printf '  make %-11s %s\n' "$$name" "$$text"; done
 
 setup: $(STAMP) ## make .venv and install everything into it (about 2 minutes, 4 GB; nothing if it is done)
 

@@ -1,0 +1,144 @@
+"""The kill matrix: strikes each process at each phase of a push, and says what became of it.
+
+    python -m tests.kill_matrix.run [--only PHASE:PROCESS[:stop]] [--write docs/failures.md] [--keep DIRECTORY]
+
+Promises: cells run one after the other on one fleet, which a failed cell costs; the exit code is 1 if any failed.
+Refuses to help the fleet: all that is done for it is what systemd would do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from tests.kill_matrix.fleet import Fleet, running_fleet
+from tests.kill_matrix.matrix import HEAL_SECONDS, Blow, Cell, Finding, Outcome, cells, document, table
+from tests.support.eventually import eventually
+
+START_SECONDS = 90.0
+"""Until a fresh fleet serves its first version, and until ranks that died have pushed again."""
+STOP_SECONDS = 3.0
+"""Longer than the lease."""
+
+
+class CellFailed(Exception):
+    """The cell's fleet is of no more use. Its finding is the argument."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(finding.cell.name)
+        self.finding = finding
+
+
+async def run_cells(todo: Sequence[Cell], directory: Path) -> AsyncIterator[Finding]:
+    """One finding a cell. A failed cell's logs stay under `directory`."""
+    left = list(todo)
+    lives = 0
+    while left:
+        lives += 1
+        with suppress(CellFailed):
+            async with running_fleet(directory / f"fleet-{lives}") as fleet:
+                while left:
+                    finding = await run_cell(fleet, left.pop(0))
+                    yield finding
+                    if finding.problems:
+                        raise CellFailed(finding)
+
+
+async def run_cell(fleet: Fleet, cell: Cell) -> Finding:
+    """Hold, strike, let go, wait until all is well."""
+    try:
+        await eventually(fleet.whole_at, within=START_SECONDS)
+        await eventually(lambda: fleet.pid_of(cell.process), within=START_SECONDS)
+        held, struck = await _strike(fleet, cell)
+    except AssertionError as error:
+        return Finding(cell, problems=(f"the phase was not reached: {error}", *fleet.take_problems()))
+    return await _healed(fleet, cell, held, struck)
+
+
+async def _strike(fleet: Fleet, cell: Cell) -> tuple[int, float]:
+    """The held push's number, and when the blow fell."""
+    holder, point = fleet.daemons[cell.phase.holder], cell.phase.point
+    holder.arm(point, cell.phase.arm)
+    try:
+        await eventually(lambda: holder.reached(point), within=START_SECONDS)
+        held, struck = fleet.ledger.newest, time.monotonic()
+        pid = fleet.pid_of(cell.process)
+        os.kill(pid, signal.SIGKILL if cell.blow is Blow.KILL else signal.SIGSTOP)
+    finally:
+        holder.let_go(point)
+    if cell.blow is Blow.STOP:
+        await eventually(lambda: time.monotonic() - struck >= STOP_SECONDS)
+        os.kill(pid, signal.SIGCONT)
+    return held, struck
+
+
+async def _healed(fleet: Fleet, cell: Cell, held: int, struck: float) -> Finding:
+    outcome: Outcome | None = None
+    whole = later = 0.0
+    problems: list[str] = []
+    try:
+        await eventually(lambda: _whole(fleet, held), within=HEAL_SECONDS - (time.monotonic() - struck))
+        whole = time.monotonic() - struck
+        await eventually(lambda: _whole(fleet, held + 1), within=START_SECONDS)
+        later = time.monotonic() - struck
+        outcome = await eventually(lambda: fleet.ledger.outcome(held))
+    except AssertionError as error:
+        problems.append(f"version {held}: {error}")
+    problems += fleet.take_problems()
+    return Finding(cell, outcome, whole, later, tuple(problems))
+
+
+async def _whole(fleet: Fleet, at_least: int) -> bool:
+    number = await fleet.whole_at()
+    assert number >= at_least, f"the fleet serves {number}, not {at_least} or later"
+    return True
+
+
+async def run_all(todo: Sequence[Cell], directory: Path) -> list[Finding]:
+    findings = []
+    async for finding in run_cells(todo, directory):
+        findings.append(finding)
+        more = "; ".join(finding.problems) or f"next push after {finding.next_seconds:.1f} s"
+        print(f"[{len(findings)}/{len(todo)}] {finding.cell.name}: {finding.text}; {more}", flush=True)
+    return findings
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="PHASE, PHASE:PROCESS or PHASE:PROCESS:stop; a part may be empty")
+    parser.add_argument("--write", type=Path, help="write the tables and their introduction here")
+    parser.add_argument(
+        "--keep", type=Path, help="where failed cells leave their logs  [default: a temporary directory]"
+    )
+    given = parser.parse_args()
+    try:
+        todo = cells(given.only)
+    except ValueError as error:
+        parser.error(str(error))
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # the fleet is ended then too
+    directory = given.keep or Path(tempfile.mkdtemp(prefix="kill-matrix-"))
+    began = time.monotonic()
+    findings = asyncio.run(run_all(todo, directory))
+    for blow in Blow:
+        print(f"\n{blow.value}\n\n{table(findings, blow)}")
+    failed = [f for f in findings if f.problems]
+    print(f"\n{len(findings)} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed")
+    if failed:
+        print(f"logs: {directory}")
+    else:
+        directory.rmdir()
+    if given.write is not None:
+        given.write.write_text(document(findings, time.monotonic() - began))
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
