@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import random
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -85,7 +86,7 @@ def _pair(a: Process, b: Process) -> tuple[str, str]:
     return (a.name, b.name) if a.name < b.name else (b.name, a.name)
 
 
-class Process:
+class Process(ABC):
     """Something that can be stopped and killed. Subclasses say in `boot` what a new life begins with."""
 
     def __init__(self, kernel: Kernel, name: str) -> None:
@@ -104,9 +105,9 @@ class Process:
         self.backlog.clear()
         self.boot()
 
+    @abstractmethod
     def boot(self) -> None:
         """A new life begins; nothing of an older one is left but what is on a disk."""
-        raise NotImplementedError
 
     def after(self, delay: float, action: Action) -> None:
         """Do it later, if this life still goes on then."""
