@@ -73,6 +73,7 @@ class EngineLife:
         self._receivers: dict[int, Receiver] = {}
         self._outcomes: dict[UpdateId, asyncio.Future[WeightplaneError | None]] = {}
         self._applied: dict[UpdateId, Applied] = {}
+        self._failures: dict[UpdateId, WeightplaneError] = {}
         self._checksums: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -161,7 +162,11 @@ class EngineLife:
 
     def start_install(self, effect: events.StartInstall) -> None:
         """From here on the agent owns the update: the stream may die (INV-4, INV-6)."""
-        self._outcome(effect.update.update_id)
+        update_id = effect.update.update_id
+        # INV-6: an earlier install of the same update says nothing about this one.
+        self._applied.pop(update_id, None)
+        self._failures.pop(update_id, None)
+        self._outcome(update_id)
         self._spawn(self._install(effect.stream, effect.update))
 
     async def outcome(self, update_id: UpdateId) -> Applied:
@@ -169,6 +174,8 @@ class EngineLife:
         done = self._applied.get(update_id)
         if done is not None:
             return done
+        if update_id in self._failures:  # it ended between the attachment and this question
+            raise self._failures[update_id]
         error = await asyncio.shield(self._outcome(update_id))
         if error is not None:
             raise error
@@ -181,8 +188,12 @@ class EngineLife:
         future = self._outcomes.pop(update_id, None)
         if future is not None and not future.done():
             future.set_result(error)
+        if error is not None:
+            self._failures[update_id] = error
         for old in list(self._applied)[:-MAX_OUTCOMES]:
             del self._applied[old]
+        for old in list(self._failures)[:-MAX_OUTCOMES]:
+            del self._failures[old]
 
     async def _install(self, stream: int, update: events.Update) -> None:
         async with self._lock:
@@ -195,8 +206,7 @@ class EngineLife:
             except CanaryFailed as error:
                 self._refused(error, touched=True)
             except WeightplaneError as error:
-                # Only quiescing is left: not a byte was installed.
-                self._refused(error, touched=not self._before_first_byte(update))
+                self._refused(error, touched=update.quiesced)
             finally:
                 self.drop(stream)
 
@@ -231,9 +241,6 @@ class EngineLife:
         fresh = {t.name: update.assembly.checksum(i) for i, t in enumerate(tensors)}
         before, self._checksums = self._checksums, fresh
         return sum(before.get(name) != checksum for name, checksum in fresh.items()) if before else None
-
-    def _before_first_byte(self, update: events.Update) -> bool:
-        return self.core.state.weights == update.held_before
 
     def _refused(self, error: WeightplaneError, *, touched: bool) -> None:
         """INV-4: nothing is resumed here; the gate opens only if the weights are whole and served."""

@@ -102,6 +102,8 @@ class Hub:
     async def handle(self, event: Event) -> list[Effect]:
         """Decide an event and carry its effects out. Raises what the core refuses with."""
         async with self._lock:
+            if self.failed.done():  # the core is ahead of the disk now: nothing more is decided or told
+                raise self.failed.result()
             now = self._now()
             effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.

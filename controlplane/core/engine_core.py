@@ -305,6 +305,7 @@ class EngineCore:
 
     def _quiesced(self, event: Quiesced) -> list[Effect]:
         """INV-1: unset before the first byte is installed."""
+        self._installing().quiesced = True
         return self._become(weights=Unset())
 
     def _canary_passed(self, event: CanaryPassed) -> list[Effect]:

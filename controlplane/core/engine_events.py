@@ -240,3 +240,5 @@ class Update:
     verified: bool = False
     content_digest: bytes = b""
     held_before: Weights = field(default_factory=Unset)
+    quiesced: bool = False
+    """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""
