@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from controlplane.core import engine_transitions
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly
+from controlplane.core.conditions import Condition, dated, engine_conditions
 from controlplane.core.engine_events import (
     Accept,
     BytesVerified,
@@ -38,13 +40,18 @@ from controlplane.core.engine_events import (
     Report,
     RequestsCounted,
     SendReady,
+    SleepRequested,
     SpansDisagreed,
     Started,
     StartInstall,
+    StartSleep,
+    StartWake,
     Stopping,
     StreamEnded,
     Update,
     Verify,
+    WakeRequested,
+    Woke,
 )
 from controlplane.core.engine_state import (
     EngineState,
@@ -54,14 +61,20 @@ from controlplane.core.engine_state import (
     Life,
     Poisoned,
     Progress,
+    Refusal,
+    Residency,
     Stage,
     Timings,
     Unset,
     Weights,
 )
 from controlplane.core.layout import Expected, Layout
-from controlplane.core.versions import Term, WeightVersion
+from controlplane.core.versions import FROZEN, NO_TERM, Term, WeightVersion
 
+SLEEP, DELTA = "sleep", "delta"
+"""Capabilities that decide what is refused."""
+DROPS_WEIGHTS = 2
+"""The level of sleep that keeps nothing."""
 MAX_LAYOUTS = 8
 """Layouts remembered by digest; a run has one a model, or two while it changes."""
 
@@ -78,8 +91,13 @@ class EngineCore:
         self.number = number
         self.welcomed = False
         self.expected: Expected | None = None
+        self.capabilities: frozenset[str] = frozenset()
+        self.refused: Refusal | None = None
+        """The latest version that this incarnation would not take, or could not."""
+        self.conditions: tuple[Condition, ...] = ()
         self._layouts: dict[bytes, Layout] = {}
         self._update: Update | None = None
+        self._waking = False
         self._highest_applied = -1
         self._digest_of_highest = b""
 
@@ -93,13 +111,33 @@ class EngineCore:
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide. Raises a `Refused` with the state untouched. `now` is the caller's monotonic time, seconds."""
-        return _HANDLERS[type(event)](self, event)
+        before = self.state
+        try:
+            effects = _HANDLERS[type(event)](self, event)
+        except e.Refused as error:
+            if isinstance(event, Opened):
+                self.refused = Refusal(event.version, error.reason, str(error), now)
+            raise
+        engine_transitions.check(type(event), before, self.state)
+        self._note_refusal(before, now)
+        self.conditions = dated(engine_conditions(self.state, self.served), self.conditions, now)
+        return effects
+
+    def _note_refusal(self, before: EngineState, now: float) -> None:
+        """An update that ended badly, for people."""
+        progress = self.state.progress
+        if progress is not None and progress is not before.progress and progress.stage in (Stage.ABORTED, Stage.FAILED):
+            self.refused = Refusal(progress.version, progress.error_reason, progress.error_message, now)
 
     # ---- life ----
 
     def _started(self, event: Started) -> list[Effect]:
-        self.expected = event.expected
-        return self._become(life=Life.RUNNING)
+        self.expected, self.capabilities = event.expected, event.capabilities
+        if event.initial_digest is None:
+            return self._become(life=Life.RUNNING)
+        # INV-1: not a label found in an engine, but bytes that the agent read and summed itself.
+        self.state = replace(self.state, frozen=True)
+        return self._become(life=Life.RUNNING, weights=Held(FROZEN, event.initial_digest))
 
     def _died(self, event: Died) -> list[Effect]:
         """The weights went with the process: this incarnation holds nothing and never will again."""
@@ -121,33 +159,38 @@ class EngineCore:
             raise e.StaleTerm(model="(coordinator)", got=event.coordinator_term, current=self.coordinator_term)
         self.welcomed = True
         self.served = event.served
-        effects: list[Effect] = []
-        if event.coordinator_term > self.coordinator_term:
-            self.coordinator_term = event.coordinator_term
-            effects.append(self._remember())
-        return [*effects, *self._see_term(event.term), Report()]
+        return [*self._see_terms(event.term, event.coordinator_term), Report()]
 
-    def _see_term(self, term: Term) -> list[Effect]:
-        """INV-7: a higher term ends the lower one's update, unless its install began."""
+    def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[Effect]:
+        """INV-7: a higher term ends the update of a lower one's writer, unless its install began."""
         effects: list[Effect] = []
-        if term > self.term:
-            self.term = term
+        if term > self.term or coordinator_term > self.coordinator_term:
+            self.term = max(self.term, term)
+            self.coordinator_term = max(self.coordinator_term, coordinator_term)
             effects.append(self._remember())
         update = self._update
-        if update is not None and update.writer_term < self.term and not self.state.installing:
-            error = e.StaleTerm(model=self.state.model, got=update.writer_term, current=self.term)
-            effects += self._abort(update, error)
+        if update is not None and not self.state.installing:
+            fence = self._fence(update.writer_term, by_coordinator=update.by_coordinator)
+            effects += [] if fence is None else self._abort(update, fence)
         return effects
+
+    def _fence(self, writer_term: Term, *, by_coordinator: bool) -> e.StaleTerm | None:
+        """INV-7: a writer below the highest term that this agent ever saw; trainers and coordinators apart."""
+        name, current = ("(coordinator)", self.coordinator_term) if by_coordinator else (self.state.model, self.term)
+        return e.StaleTerm(model=name, got=writer_term, current=current) if writer_term < current else None
 
     # ---- a stream, up to its commit ----
 
     def _opened(self, event: Opened) -> list[Effect]:
         self._check_identity(event)
-        if event.writer_term < self.term:
-            raise e.StaleTerm(model=self.state.model, got=event.writer_term, current=self.term)
+        fence = self._fence(event.writer_term, by_coordinator=event.by_coordinator)
+        if fence is not None:
+            raise fence
         if self._is_done_or_under_way(event):
-            return [*self._see_term(event.writer_term), Accept(event.stream, layout_needed=False, attached=True)]
+            return [*self._see_writer(event), Accept(event.stream, layout_needed=False, attached=True)]
+        self._check_able(event)
         self._check_version(event)
+        self._check_base(event)
         self._check_room(event)
         update = Update(
             stream=event.stream,
@@ -156,18 +199,24 @@ class EngineCore:
             writer_term=event.writer_term,
             byte_count=event.byte_count,
             layout_digest=event.layout_digest,
+            by_coordinator=event.by_coordinator,
         )
         layout = self._layouts.get(event.layout_digest)
         if layout is not None:
             self._check_layout(update, layout)
-        effects = self._see_term(event.writer_term)
+        effects = self._see_writer(event)
         if self._update is not None:
-            effects += self._abort(
-                self._update, e.UpdateAborted(update_id=update.update_id, cause="the same update was opened again")
-            )
+            same = self._update.update_id == update.update_id
+            cause = "the same update was opened again" if same else f"version {update.version} comes instead"
+            effects += self._abort(self._update, e.UpdateAborted(update_id=self._update.update_id, cause=cause))
         self._update = update
         self._progress(update, Stage.RECEIVING)
         return [*effects, Accept(event.stream, layout_needed=layout is None, attached=False), Report()]
+
+    def _see_writer(self, event: Opened) -> list[Effect]:
+        if event.by_coordinator:
+            return self._see_terms(coordinator_term=event.writer_term)
+        return self._see_terms(term=event.writer_term)
 
     def _check_identity(self, event: Opened) -> None:
         s = self.state
@@ -198,13 +247,43 @@ class EngineCore:
         if update is None:
             return
         same = (update.update_id, update.version) == (event.update_id, event.version)
-        fenced = update.writer_term < event.writer_term
-        if self.state.installing or not (same or fenced):
+        alike = update.by_coordinator == event.by_coordinator
+        fenced = alike and update.writer_term < event.writer_term
+        # A catch-up yields to a trainer's newer version: what it brings is about to be old.
+        yields = update.by_coordinator and not event.by_coordinator and event.version.number > update.version.number
+        if self.state.installing or not (same or fenced or yields):
             raise e.UpdateInProgress(update_id=update.update_id, version=str(update.version))
 
+    def _check_able(self, event: Opened) -> None:
+        """The engine takes updates at all, and has its weights' memory (P2)."""
+        s = self.state
+        if s.frozen:
+            raise e.ModelFrozen(model=s.model, problem=f"{s.engine_id} takes no update")
+        draining = s.held_by(HoldKind.DRAINING)
+        if draining is not None:
+            raise e.EngineDraining(engine_id=s.engine_id, owner=draining)
+        if s.residency is not Residency.AWAKE:
+            missing = "the KV cache is" if s.residency is Residency.WEIGHTS else "weights and KV cache are"
+            raise e.EngineAsleep(engine_id=s.engine_id, missing=missing)
+
+    def _check_base(self, event: Opened) -> None:
+        """INV-5: a delta is for exactly the weights that are held now."""
+        s = self.state
+        if event.base is None:
+            return
+        if isinstance(s.weights, Poisoned):
+            raise e.EnginePoisoned(engine_id=s.engine_id, cause=s.weights.cause)
+        if s.weights != event.base:
+            raise e.BaseMismatch(engine_id=s.engine_id, expected=_named(event.base), got=_named(s.weights))
+        if DELTA not in self.capabilities:
+            raise e.UnsupportedByEngine(engine_id=s.engine_id, what="updates that are deltas")
+
     def _check_version(self, event: Opened) -> None:
-        """INV-5: never below what was applied in this incarnation, and not what is held already."""
+        """INV-5: never below what was applied in this incarnation, and not what is held already. While it is unset a
+        coordinator may bring any version that the fleet serves."""
         applied = self.state.applied
+        if event.by_coordinator and applied is None and event.version in self.served:
+            return
         if event.version.number < self._highest_applied or applied == event.version:
             raise e.StaleVersion(
                 engine_id=self.state.engine_id, applied=self._highest_applied, got=event.version.number
@@ -267,8 +346,9 @@ class EngineCore:
             raise e.VersionConflict(
                 version=str(update.version), expected=self._digest_of_highest.hex(), got=update.content_digest.hex()
             )
-        if update.writer_term < self.term:  # judged once more at the start of an install (INV-7)
-            raise e.StaleTerm(model=self.state.model, got=update.writer_term, current=self.term)
+        fence = self._fence(update.writer_term, by_coordinator=update.by_coordinator)
+        if fence is not None:  # judged once more at the start of an install (INV-7)
+            raise fence
         update.held_before = self.state.weights
         hold = Hold(HoldKind.UPDATING, update.update_id)
         self.state = replace(self.state, holds=self.state.holds | {hold})
@@ -311,8 +391,9 @@ class EngineCore:
     def _canary_passed(self, event: CanaryPassed) -> list[Effect]:
         """INV-1: set in the step that finished, to that manifest's version."""
         update = self._installing()
-        self._highest_applied = update.version.number
-        self._digest_of_highest = update.content_digest
+        if update.version.number >= self._highest_applied:  # a catch-up may bring what was applied before
+            self._highest_applied = update.version.number
+            self._digest_of_highest = update.content_digest
         self.number = max(self.number, update.version.number)
         self._end_install(update, Held(update.version, update.content_digest))
         self._progress(update, Stage.APPLIED, timings=event.timings)
@@ -344,8 +425,62 @@ class EngineCore:
     # ---- holds and counts ----
 
     def _hold_changed(self, event: HoldChanged) -> list[Effect]:
+        effects: list[Effect] = []
+        if event.present and event.hold.kind is HoldKind.DRAINING:
+            draining = e.EngineDraining(engine_id=self.state.engine_id, owner=event.hold.owner)
+            effects = self._abort_unless_installing(draining)
         holds = self.state.holds | {event.hold} if event.present else self.state.holds - {event.hold}
-        return self._become(holds=holds)
+        return [*effects, *self._become(holds=holds)]
+
+    def _abort_unless_installing(self, error: e.WeightplaneError) -> list[Effect]:
+        update = self._update
+        return [] if update is None or self.state.installing else self._abort(update, error)
+
+    # ---- sleep ----
+
+    def _sleep_requested(self, event: SleepRequested) -> list[Effect]:
+        """What it takes away is not claimed any more before it goes (INV-1); an install is never cut."""
+        s = self.state
+        self._check_running()
+        if SLEEP not in self.capabilities:
+            raise e.UnsupportedByEngine(engine_id=s.engine_id, what="sleep")
+        if event.level == DROPS_WEIGHTS and s.frozen:
+            raise e.ModelFrozen(model=s.model, problem="nobody could bring its weights back")
+        if s.installing and s.progress is not None:
+            raise e.UpdateInProgress(update_id=s.progress.update_id, version=str(s.progress.version))
+        aborted = self._abort_unless_installing(
+            e.EngineAsleep(engine_id=s.engine_id, missing="weights and KV cache are")
+        )
+        already = s.residency is Residency.ASLEEP and event.level != DROPS_WEIGHTS
+        weights = Unset() if event.level == DROPS_WEIGHTS else None
+        self.state, self._waking = replace(self.state, residency=Residency.ASLEEP), False
+        slept = self._become(weights=weights, holds=self.state.holds | {Hold(HoldKind.ASLEEP, event.owner)})
+        return [*aborted, *slept, *([] if already else [StartSleep(event.level)])]
+
+    def _wake_requested(self, event: WakeRequested) -> list[Effect]:
+        """Only who put it to sleep wakes it: its devices are theirs. What is awake stays so."""
+        s = self.state
+        self._check_running()
+        others = sorted(h.owner for h in s.holds if h.kind is HoldKind.ASLEEP and h.owner != event.owner)
+        if others:
+            raise e.DevicesTaken(engine_id=s.engine_id, owner=others[0])
+        awake = s.residency is Residency.AWAKE or (s.residency is Residency.WEIGHTS and not event.kv)
+        self._waking = not awake
+        return [Report()] if awake else [StartWake(event.kv)]
+
+    def _woke(self, event: Woke) -> list[Effect]:
+        """Void if a sleep was asked for meanwhile: it follows."""
+        if not self._waking:
+            return []
+        self._waking = False
+        residency = Residency.AWAKE if event.kv else Residency.WEIGHTS
+        self.state = replace(self.state, residency=residency)
+        asleep = {h for h in self.state.holds if h.kind is HoldKind.ASLEEP}
+        return self._become(holds=self.state.holds - asleep if event.kv else None)
+
+    def _check_running(self) -> None:
+        if self.state.life is not Life.RUNNING:
+            raise e.EngineNotReady(engine_id=self.state.engine_id, holds=self.state.life.value)
 
     def _requests_counted(self, event: RequestsCounted) -> list[Effect]:
         self.state = replace(self.state, live_requests=event.live, waiting_requests=event.waiting)
@@ -401,6 +536,11 @@ class EngineCore:
         return Remember(self.term, self.coordinator_term, self.number)
 
 
+def _named(weights: Weights) -> str:
+    """Version and content, for a message."""
+    return f"{weights.version} ({weights.content_digest.hex()[:12]})" if isinstance(weights, Held) else "nothing"
+
+
 _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     Started: EngineCore._started,
     Died: EngineCore._died,
@@ -416,6 +556,9 @@ _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     InstallEnded: EngineCore._install_ended,
     SpansDisagreed: EngineCore._spans_disagreed,
     HoldChanged: EngineCore._hold_changed,
+    SleepRequested: EngineCore._sleep_requested,
+    WakeRequested: EngineCore._wake_requested,
+    Woke: EngineCore._woke,
     RequestsCounted: EngineCore._requests_counted,
     Stopping: EngineCore._stopping,
 }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
-from controlplane.core.engine_state import Hold, Timings, Unset, Weights
+from controlplane.core.engine_state import Held, Hold, Timings, Unset, Weights
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
@@ -19,6 +19,9 @@ class Started:
     """The engine's processes run; `expected` is what an update must cover."""
 
     expected: Expected
+    capabilities: frozenset[str] = frozenset()
+    initial_digest: bytes | None = None
+    """Of a frozen model's engine: content digest of the checkpoint that it loaded, and serves as number 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,10 @@ class Opened:
     layout_digest: bytes
     tensor_count: int
     byte_count: int
+    by_coordinator: bool = False
+    """The writer is a coordinator: `writer_term` is its own."""
+    base: Held | None = None
+    """Of a delta: the weights that it changes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +132,29 @@ class HoldChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class SleepRequested:
+    """Free the devices. Level 1 keeps the weights aside, level 2 drops them; both drop the KV cache."""
+
+    owner: str
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class WakeRequested:
+    """Take devices again: the weights' memory, and the KV cache if asked for."""
+
+    owner: str
+    kv: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Woke:
+    """The engine has it: what the last WakeRequested asked for."""
+
+    kv: bool
+
+
+@dataclass(frozen=True, slots=True)
 class RequestsCounted:
     live: int
     waiting: int
@@ -150,6 +180,9 @@ Event = (
     | InstallEnded
     | SpansDisagreed
     | HoldChanged
+    | SleepRequested
+    | WakeRequested
+    | Woke
     | RequestsCounted
     | Stopping
 )
@@ -219,11 +252,37 @@ class InstallDecided:
 
 
 @dataclass(frozen=True, slots=True)
+class StartSleep:
+    """Quiesce, then free the devices. Nothing is claimed any more that this takes away."""
+
+    level: int
+
+
+@dataclass(frozen=True, slots=True)
+class StartWake:
+    """Take the devices again, then say `Woke`."""
+
+    kv: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """The state changed: send it whole, and look at the gate again."""
 
 
-Effect = Remember | Accept | Verify | SendReady | StartInstall | EndStream | DropStaged | InstallDecided | Report
+Effect = (
+    Remember
+    | Accept
+    | Verify
+    | SendReady
+    | StartInstall
+    | EndStream
+    | DropStaged
+    | InstallDecided
+    | StartSleep
+    | StartWake
+    | Report
+)
 
 
 @dataclass
@@ -236,6 +295,7 @@ class Update:
     writer_term: Term
     byte_count: int
     layout_digest: bytes
+    by_coordinator: bool = False
     assembly: Assembly | None = None
     verified: bool = False
     content_digest: bytes = b""

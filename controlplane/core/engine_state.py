@@ -1,7 +1,8 @@
-"""What an engine is: the product life × weights × activity × holds, and what follows from it.
+"""What an engine is: the product life × weights × activity × residency × holds, and what follows from it.
 
 One piece of code for the agent (which owns the state) and the coordinator (which keeps what was reported).
-Whether the gate is open and which word people see are derived, never stored.
+Whether the gate is open and which word people see are derived, never stored. How each part may move is
+`engine_transitions`.
 """
 
 from __future__ import annotations
@@ -44,6 +45,25 @@ class Poisoned:
 Weights = Unset | Held | Poisoned
 
 
+class WeightsKind(Enum):
+    """What an engine's weights are, without which."""
+
+    UNSET = "unset"
+    HELD = "held"
+    POISONED = "poisoned"
+
+
+class Residency(Enum):
+    """What lies in device memory. An install needs the weights' memory; the canary and tokens need both."""
+
+    AWAKE = "awake"
+    """Weights and KV cache."""
+    WEIGHTS = "weights"
+    """Weights, without a KV cache."""
+    ASLEEP = "asleep"
+    """Neither: the devices are somebody else's."""
+
+
 class HoldKind(Enum):
     OPERATOR = "operator"
     UPDATING = "updating"
@@ -78,6 +98,22 @@ class Stage(Enum):
         return self in (Stage.APPLIED, Stage.ABORTED, Stage.FAILED)
 
 
+class Activity(Enum):
+    """What an engine does with an update now."""
+
+    IDLE = "idle"
+    RECEIVING = "receiving"
+    READY = "ready"
+    INSTALLING = "installing"
+
+
+_ACTIVITIES = {
+    Stage.RECEIVING: Activity.RECEIVING,
+    Stage.READY: Activity.READY,
+    Stage.INSTALLING: Activity.INSTALLING,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Timings:
     """Seconds of an install, by part."""
@@ -102,6 +138,17 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
+class Refusal:
+    """A version that an engine would not take, or could not: the latest of this incarnation."""
+
+    version: WeightVersion
+    reason: str
+    message: str
+    at: float
+    """Monotonic seconds of whoever keeps it."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineState:
     """The whole state of one engine in one incarnation."""
 
@@ -111,8 +158,11 @@ class EngineState:
     incarnation: Incarnation
     life: Life = Life.STARTING
     weights: Weights = field(default_factory=Unset)
+    residency: Residency = Residency.AWAKE
     holds: frozenset[Hold] = frozenset()
     progress: Progress | None = None
+    frozen: bool = False
+    """It serves the checkpoint that it loaded, as number 0, and takes no update (`initial = serve`)."""
     live_requests: int = 0
     waiting_requests: int = 0
 
@@ -122,8 +172,26 @@ class EngineState:
         return self.weights.version if isinstance(self.weights, Held) else None
 
     @property
+    def weights_kind(self) -> WeightsKind:
+        match self.weights:
+            case Held():
+                return WeightsKind.HELD
+            case Poisoned():
+                return WeightsKind.POISONED
+            case Unset():
+                return WeightsKind.UNSET
+
+    @property
+    def activity(self) -> Activity:
+        return Activity.IDLE if self.progress is None else _ACTIVITIES.get(self.progress.stage, Activity.IDLE)
+
+    @property
     def installing(self) -> bool:
-        return self.progress is not None and self.progress.stage is Stage.INSTALLING
+        return self.activity is Activity.INSTALLING
+
+    def held_by(self, kind: HoldKind) -> str | None:
+        """Owner of a hold of that kind, the first by name; None if there is none."""
+        return min((h.owner for h in self.holds if h.kind is kind), default=None)
 
     def gate_open(self, served: frozenset[WeightVersion]) -> bool:
         """Tokens may leave: the engine runs, holds a version that the fleet serves, and nobody holds the gate."""
@@ -131,6 +199,7 @@ class EngineState:
             self.life is Life.RUNNING
             and isinstance(self.weights, Held)
             and self.weights.version in served
+            and self.residency is Residency.AWAKE
             and not self.holds
         )
 
@@ -142,11 +211,14 @@ class EngineState:
             return "installing"
         if isinstance(self.weights, Poisoned):
             return "poisoned"
+        if self.residency is not Residency.AWAKE:
+            return "asleep"
+        if self.held_by(HoldKind.DRAINING) is not None:
+            return "draining"
         if self.holds:
             return "held"
         if self.gate_open(served):
             return "serving"
         if isinstance(self.weights, Unset):
-            receiving = self.progress is not None and not self.progress.stage.final
-            return "receiving" if receiving else "empty"
+            return "empty" if self.activity is Activity.IDLE else "receiving"
         return "ready"

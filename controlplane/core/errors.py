@@ -5,12 +5,15 @@
     │   ├── layout         LayoutInvalid, LayoutUnknown, ManifestIncomplete, UnknownTensor, ShapeMismatch,
     │   │                  DtypeMismatch, FormatMismatch
     │   ├── identity       WrongRun, WrongModel, WrongIncarnation, UnknownEngine, UnknownUpdate, IncompatibleNode
-    │   ├── fencing        StaleTerm, LeaseHeld, NotWelcomed, CoordinatorRecovering
-    │   ├── version        StaleVersion, VersionConflict, UpdateInProgress, UpdateAborted, NoEngines, VersionUnavailable
+    │   ├── fencing        StaleTerm, LeaseHeld, NotWelcomed, CoordinatorRecovering, LedgerRegressed, DevicesTaken
+    │   ├── version        StaleVersion, VersionConflict, BaseMismatch, UpdateInProgress, UpdateAborted, NoEngines,
+    │   │                  NotEnoughEngines, VersionUnavailable, ModelFrozen, RequestRepeated, RequestConflict
     │   ├── frames         FrameInvalid, FrameOutOfOrder, LimitExceeded
-    │   ├── data           ChecksumMismatch, ByteCountMismatch, SegmentUnreadable
+    │   ├── data           ChecksumMismatch, ByteCountMismatch, SegmentUnreadable, CheckpointUnreadable,
+    │   │                  CheckpointUnknown
     │   ├── slots          SlotMismatch, EngineMisfit, DeviceHandlesMissing
-    │   └── requests       InvalidRequest, EnginePoisoned, EngineNotReady
+    │   └── requests       InvalidRequest, EnginePoisoned, EngineNotReady, EngineAsleep, EngineDraining,
+    │                      UnsupportedByEngine
     └── Failed             something was tried and did not work; the text says what is true now
         ├── InstallFailed, InstallTimedOut, CanaryFailed, SpanMismatch, EngineDied
         └── UpdateFailed, DeadlineExceeded, PeerLost, LedgerError
@@ -231,6 +234,31 @@ class CoordinatorRecovering(Refused):
     engines: list[str]
 
 
+@dataclass(eq=False)
+class LedgerRegressed(Refused):
+    """Agents know numbers or terms that this ledger never gave: it is an older copy. A person must accept it."""
+
+    reason = "LEDGER_REGRESSED"
+    template = (
+        "the ledger knows {what} {known}, and {who} has seen {seen}: it is an older copy; "
+        "put the newer one back, or accept this one (weightplane ledger accept)"
+    )
+    what: str
+    known: int
+    seen: int
+    who: str
+
+
+@dataclass(eq=False)
+class DevicesTaken(Refused):
+    """Only who put an engine to sleep wakes it: its devices are in use."""
+
+    reason = "DEVICES_TAKEN"
+    template = "{engine_id} was put to sleep by {owner}, who holds its devices"
+    engine_id: str
+    owner: str
+
+
 # ---- versions and updates -----------------------------------------------------------------------
 
 
@@ -248,6 +276,17 @@ class VersionConflict(Refused):
     reason = "VERSION_CONFLICT"
     template = "version {version} was already applied with content {expected}; this update has {got}"
     version: str
+    expected: str
+    got: str
+
+
+@dataclass(eq=False)
+class BaseMismatch(Refused):
+    """A delta for other weights than the engine holds (INV-5)."""
+
+    reason = "BASE_MISMATCH"
+    template = "{engine_id}: the delta is made for {expected}, the engine holds {got}"
+    engine_id: str
     expected: str
     got: str
 
@@ -274,6 +313,49 @@ class NoEngines(Refused):
     template = "no live, awake engine of model {model} could take an update ({known} known)"
     model: str
     known: int
+
+
+@dataclass(eq=False)
+class NotEnoughEngines(Refused):
+    reason = "NOT_ENOUGH_ENGINES"
+    template = "group {group} of model {model} has {live} live, awake engines; at least {needed} must take an update"
+    model: str
+    group: str
+    live: int
+    needed: int
+
+
+@dataclass(eq=False)
+class ModelFrozen(Refused):
+    """The model is served as its engines loaded it: it has no trainer and takes no update."""
+
+    reason = "MODEL_FROZEN"
+    template = "model {model} is frozen: {problem}"
+    model: str
+    problem: str
+
+
+@dataclass(eq=False)
+class RequestRepeated(Refused):
+    """The same request came again after its update was decided: no second number is given for it."""
+
+    reason = "REQUEST_REPEATED"
+    template = "request {request_id} was answered with update {update_id}, version {version}, which is decided"
+    request_id: str
+    update_id: str
+    version: str
+
+
+@dataclass(eq=False)
+class RequestConflict(Refused):
+    """The same request id with other contents."""
+
+    reason = "REQUEST_CONFLICT"
+    template = "request {request_id} came before with {field} {expected}, now with {got}"
+    request_id: str
+    field: str
+    expected: str
+    got: str
 
 
 @dataclass(eq=False)
@@ -344,6 +426,22 @@ class SegmentUnreadable(Refused):
     cause: str
 
 
+@dataclass(eq=False)
+class CheckpointUnreadable(Refused):
+    reason = "CHECKPOINT_UNREADABLE"
+    template = "checkpoint {name} cannot be read here: {cause}"
+    name: str
+    cause: str
+
+
+@dataclass(eq=False)
+class CheckpointUnknown(Refused):
+    reason = "CHECKPOINT_UNKNOWN"
+    template = "no checkpoint of number {number} of model {model} is known here"
+    model: str
+    number: int
+
+
 # ---- slots --------------------------------------------------------------------------------------
 
 
@@ -401,6 +499,32 @@ class EngineNotReady(Refused):
     template = "{engine_id} serves nothing now: {holds}"
     engine_id: str
     holds: str
+
+
+@dataclass(eq=False)
+class EngineAsleep(Refused):
+    """P2: what the request needs is not in device memory."""
+
+    reason = "ENGINE_ASLEEP"
+    template = "{engine_id} is asleep: {missing} not resident; wake it first"
+    engine_id: str
+    missing: str
+
+
+@dataclass(eq=False)
+class EngineDraining(Refused):
+    reason = "ENGINE_DRAINING"
+    template = "{engine_id} is draining (asked by {owner}) and takes nothing new"
+    engine_id: str
+    owner: str
+
+
+@dataclass(eq=False)
+class UnsupportedByEngine(Refused):
+    reason = "UNSUPPORTED_BY_ENGINE"
+    template = "{engine_id} cannot do this: {what}"
+    engine_id: str
+    what: str
 
 
 # ---- failures -----------------------------------------------------------------------------------

@@ -8,13 +8,18 @@ from dataclasses import dataclass, field
 from controlplane.core.engine_state import EngineState
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, TrainerId, UpdateId, WeightVersion
+from controlplane.core.versions import (
+    NO_TERM,
+    EngineId,
+    Incarnation,
+    ModelName,
+    Term,
+    TrainerId,
+    UpdateId,
+    WeightVersion,
+)
 
 # ---- in memory ----------------------------------------------------------------------------------
-
-
-NO_TERM = Term(0)
-"""Before any lease was given."""
 
 
 @dataclass

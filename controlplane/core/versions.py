@@ -47,3 +47,9 @@ class WeightVersion:
 
     def __str__(self) -> str:
         return f"{self.term}.{self.number}"
+
+
+NO_TERM = Term(0)
+"""Below every term: none was given or seen."""
+FROZEN = WeightVersion(0, NO_TERM)
+"""The version of a model that is served as it was loaded: no writer made it, and no number comes before it."""

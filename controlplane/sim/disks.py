@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from controlplane.core.fleet_records import (
-    NO_TERM,
     Record,
     Recovered,
     TermGiven,
@@ -20,7 +19,7 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.versions import ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import NO_TERM, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.ledger import MemoryLedger
 
 
