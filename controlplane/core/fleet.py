@@ -33,6 +33,7 @@ from controlplane.core.fleet_events import (
     Welcome,
 )
 from controlplane.core.fleet_records import (
+    EngineAsked,
     EngineForgotten,
     EngineKnown,
     EngineRecord,
@@ -493,7 +494,10 @@ class FleetCore:
             phase=Phase.GO if went_go else Phase.PREPARING,
             doomed=not went_go,
             rolled=rolled,
-            outcomes={i: Outcome(i, inc, required) for i, inc, required in began.engines},
+            outcomes={
+                a.engine_id: Outcome(a.engine_id, a.incarnation, a.required, group=a.group, unit=a.unit)
+                for a in began.engines
+            },
         )
         self.updates[update.update_id] = update
 
@@ -505,7 +509,7 @@ def _began(update: UpdateTransaction) -> UpdateBegan:
         update.model,
         update.version,
         update.step,
-        tuple((o.engine_id, o.incarnation, o.required) for o in update.outcomes.values()),
+        tuple(EngineAsked(o.engine_id, o.incarnation, o.required, o.group, o.unit) for o in update.outcomes.values()),
     )
 
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from controlplane.core.engine_state import EngineState
+from controlplane.core.conditions import Condition
+from controlplane.core.engine_state import EngineState, HoldKind, Life, Refusal, Residency
 from controlplane.core.plan import EnginePlace, RankPlace
-from controlplane.core.update_transaction import Phase
+from controlplane.core.update_transaction import Outcome, Phase
 from controlplane.core.versions import (
+    FROZEN,
     NO_TERM,
     EngineId,
     Incarnation,
@@ -32,6 +35,22 @@ class EngineRecord:
     reported_at: float
     capabilities: tuple[str, ...] = ()
     gate_open: bool = False
+    refused: Refusal | None = None
+    """The latest version that this life would not take, or could not."""
+    missed: int = 0
+    """Decisions in a row that it was alive for, and which its own update came too late for."""
+    conditions: tuple[Condition, ...] = ()
+
+    @property
+    def live(self) -> bool:
+        """Heard, and its engine runs."""
+        return self.session is not None and self.state.life is Life.RUNNING
+
+    @property
+    def able(self) -> bool:
+        """It could take an update now: live, awake, and not about to leave."""
+        awake = self.state.residency is Residency.AWAKE
+        return self.live and awake and self.state.held_by(HoldKind.DRAINING) is None
 
 
 @dataclass
@@ -49,6 +68,8 @@ class TrainerRecord:
     progressed_at: float = 0.0
     step: int | None = None
     phase: str = ""
+    holds_devices: bool = False
+    """Engines on its devices are asleep for it: nobody else wakes, heals or restarts them."""
 
 
 @dataclass
@@ -58,6 +79,14 @@ class ModelRecord:
     term: Term = NO_TERM
     served: tuple[WeightVersion, ...] = ()
     ordinal: int = 0
+    digests: dict[WeightVersion, bytes] = field(default_factory=dict)
+    """Content digest of each served version, where an engine's report told it."""
+    checkpoints: dict[int, CheckpointKept] = field(default_factory=dict)
+    """By number: what a coordinator can bring by itself."""
+
+    @property
+    def frozen(self) -> bool:
+        return FROZEN in self.served
 
 
 # ---- on disk ------------------------------------------------------------------------------------
@@ -86,17 +115,31 @@ class EngineForgotten:
     engine_id: EngineId
 
 
+class EngineAsked(NamedTuple):
+    """An engine that an update was planned for; see Outcome."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    required: bool
+    group: str = ""
+    unit: str = ""
+
+
 @dataclass(frozen=True, slots=True)
 class UpdateBegan:
-    """Uses the number up."""
+    """Uses the number up, and answers the request from now on."""
 
     update_id: UpdateId
     request_id: str
     model: ModelName
     version: WeightVersion
     step: int | None
-    engines: tuple[tuple[EngineId, Incarnation, bool], ...]
-    """Engine, its incarnation, whether it is required."""
+    engines: tuple[EngineAsked, ...]
+    layout_digest: bytes = b""
+    """sha256 of the layout; empty where the writer did not say."""
+    byte_count: int = 0
+    restores: WeightVersion | None = None
+    """Of a rollback: the version whose weights it brings back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +155,8 @@ class UpdateRolled:
     model: ModelName
     served: tuple[WeightVersion, ...]
     ordinal: int
+    content_digest: bytes = b""
+    """Of the update's version, as its first engine reported it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,9 +169,82 @@ class UpdateDecided:
     cause: str
     served: tuple[WeightVersion, ...]
     ordinal: int
+    content_digest: bytes = b""
+    """Of the update's version, as engines reported it; empty if none applied it."""
+    outcomes: tuple[Outcome, ...] = ()
+    """What each engine reported until then (INV-9)."""
 
 
-Record = TermGiven | EngineKnown | EngineForgotten | UpdateBegan | UpdateWentGo | UpdateRolled | UpdateDecided
+@dataclass(frozen=True, slots=True)
+class FrozenServed:
+    """A model without a trainer: its engines serve the checkpoint that they loaded, as number 0."""
+
+    model: ModelName
+    content_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointKept:
+    """A committed version lies in a directory that engines can read. `name` is relative to their checkpoint root."""
+
+    model: ModelName
+    version: WeightVersion
+    name: str
+    layout_digest: bytes
+    content_digest: bytes
+    tensor_count: int
+    file_count: int
+    byte_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointGone:
+    """It is, or will be, deleted."""
+
+    model: ModelName
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class FloorRaised:
+    """A person accepted an older copy of the ledger: nothing up to these is ever given again."""
+
+    number: int
+    coordinator_term: Term
+    """This coordinator's term from now on."""
+    terms: tuple[tuple[ModelName, Term], ...]
+    accepted_by: str
+
+
+Record = (
+    TermGiven
+    | EngineKnown
+    | EngineForgotten
+    | UpdateBegan
+    | UpdateWentGo
+    | UpdateRolled
+    | UpdateDecided
+    | FrozenServed
+    | CheckpointKept
+    | CheckpointGone
+    | FloorRaised
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestKnown:
+    """A request for an update that was answered: repeated, it gets the same answer and no second number."""
+
+    request_id: str
+    update_id: UpdateId
+    model: ModelName
+    version: WeightVersion
+    layout_digest: bytes
+    age_seconds: float
+
+
+REQUEST_ID_SECONDS = 24 * 3600.0
+"""How long an answered request is remembered, over restarts too."""
 
 
 @dataclass(frozen=True)
@@ -143,3 +261,5 @@ class Recovered:
     """Updates without a decision; the flag says whether go was written."""
     rolled: frozenset[UpdateId] = frozenset()
     """Those of them whose version is served already."""
+    requests: Sequence[RequestKnown] = ()
+    """Those younger than REQUEST_ID_SECONDS."""

@@ -7,10 +7,12 @@ decided.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
-from controlplane.core.engine_state import EngineState, Stage
+from controlplane.core.engine_state import EngineState, Held, Stage
 from controlplane.core.plan import Plan
 from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
 
@@ -42,7 +44,9 @@ class UpdatePolicy:
 
     mode: Mode = Mode.BARRIER
     quorum: int | None = None
-    """How many of the required engines must be ready, and then apply; None: all of them."""
+    """How many of the required units must be ready, and then apply; None: all of them."""
+    min_engines: Mapping[str, int] = field(default_factory=dict)
+    """By group: how many of its engines must be ready, and then apply, whatever the quorum says."""
 
     def needed(self, required: int) -> int:
         return required if self.quorum is None else min(self.quorum, required)
@@ -60,6 +64,14 @@ class Outcome:
     lost: bool = False
     error_reason: str = ""
     error_message: str = ""
+    group: str = ""
+    """What `min_engines` counts it under."""
+    unit: str = ""
+    """Engines of one unit (prefill and decode) count together or not at all. Empty: it is alone."""
+    awaited: bool = False
+    """Not required, but it missed too many updates: go waits for it, within the limit."""
+    content_digest: bytes = b""
+    """What it holds of this version, once applied."""
 
     @property
     def ended(self) -> bool:
@@ -103,6 +115,12 @@ class UpdateTransaction:
     """The coordinator restarted before go: its trainer begins anew."""
     rolled: bool = False
     """The fleet serves it already, beside what it served before (ROLLING); it is never aborted after that."""
+    layout_digest: bytes = b""
+    byte_count: int = 0
+    restores: WeightVersion | None = None
+    """Of a rollback: the version whose weights it brings back, from a checkpoint, by the coordinator."""
+    content_digest: bytes = b""
+    """As the first engine that applied it reported it."""
     outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
 
     @property
@@ -119,18 +137,26 @@ class UpdateTransaction:
         progress = state.progress
         if progress is None or progress.update_id != self.update_id:
             return False
-        outcome = Outcome(
-            old.engine_id,
-            old.incarnation,
-            old.required,
-            progress.stage,
+        outcome = replace(
+            old,
+            stage=progress.stage,
+            lost=False,
             error_reason=progress.error_reason,
             error_message=progress.error_message,
         )
-        if progress.stage is Stage.APPLIED and state.applied != self.version:  # poisoned since
+        return self._put(self._applied(outcome, state) if progress.stage is Stage.APPLIED else outcome)
+
+    def _applied(self, outcome: Outcome, state: EngineState) -> Outcome:
+        """It says that it applied: is that what it holds now, and is it what the others hold?"""
+        if not isinstance(state.weights, Held) or state.weights.version != self.version:  # poisoned since
             gone = "it applied the version and does not hold it any more"
-            outcome = replace(outcome, stage=Stage.FAILED, error_reason="ENGINE_POISONED", error_message=gone)
-        return self._put(outcome)
+            return replace(outcome, stage=Stage.FAILED, error_reason="ENGINE_POISONED", error_message=gone)
+        digest, known = state.weights.content_digest, self.content_digest
+        if known and digest != known:  # INV-6: one version is one content
+            other = f"it holds {digest.hex()[:12]}, others hold {known.hex()[:12]}"
+            return replace(outcome, stage=Stage.FAILED, error_reason="VERSION_CONFLICT", error_message=other)
+        self.content_digest = digest
+        return replace(outcome, content_digest=digest)
 
     def lose(self, engine_id: EngineId, cause: str) -> bool:
         """An engine fell silent for too long, also one that had applied. True if it changed an outcome."""
@@ -149,27 +175,37 @@ class UpdateTransaction:
         return None
 
     @property
+    def units(self) -> list[list[Outcome]]:
+        """The required engines, by what counts together."""
+        found: dict[str, list[Outcome]] = {}
+        for o in self.required:
+            found.setdefault(f"unit {o.unit}" if o.unit else f"engine {o.engine_id}", []).append(o)
+        return list(found.values())
+
+    @property
     def needed(self) -> int:
-        return self.policy.needed(len(self.required))
+        """How many units."""
+        return self.policy.needed(len(self.units))
 
     @property
     def may_roll(self) -> bool:
-        """ROLLING: the first engine applied, so the fleet begins to serve the version."""
+        """ROLLING: the first unit applied, so the fleet begins to serve the version."""
         rolling = self.policy.mode is Mode.ROLLING and self.phase is Phase.GO and not self.rolled
-        return rolling and any(o.applied for o in self.outcomes.values())
+        alone = any(o.applied and not o.unit for o in self.outcomes.values())
+        return rolling and (alone or any(all(o.applied for o in unit) for unit in self.units))
 
     def _judge_ready(self, now: float) -> tuple[Phase, str] | None:
         """Go when all that can be ready are, if they suffice. Who is slow is waited for until the deadline."""
         if self.doomed:
             return Phase.FAILED, "the coordinator restarted before go"
-        required, needed = self.required, self.needed
-        bad = [o for o in required if o.bad]
-        if len(required) - len(bad) < needed:
-            return Phase.FAILED, "; ".join(map(str, bad))
-        late = [o for o in required if not o.ready and not o.bad]
+        bad = [o for o in self.required if o.bad]
+        if not self._suffice([o for o in self.outcomes.values() if not o.bad]):
+            return Phase.FAILED, _shown(bad) or "too few engines are left"
+        waited_for = [o for o in self.outcomes.values() if o.required or o.awaited]
+        late = [o for o in waited_for if not o.ready and not o.bad]
         if late and now < self.deadline:
             return None
-        if len(required) - len(bad) - len(late) < needed:
+        if not self._suffice([o for o in self.outcomes.values() if o.ready]):
             return Phase.FAILED, f"not ready in time: {', '.join(str(o.engine_id) for o in late)}"
         for o in late:
             self.lose(o.engine_id, "not ready in time")
@@ -182,13 +218,20 @@ class UpdateTransaction:
                     self.lose(o.engine_id, "no outcome before the deadline")
         if not all(o.ended for o in self.required):
             return None
-        bad = "; ".join(str(o) for o in self.required if o.bad)
-        if sum(o.applied for o in self.required) >= self.needed:
+        bad = _shown([o for o in self.required if o.bad])
+        applied = [o for o in self.outcomes.values() if o.applied]
+        if self._suffice(applied):
             return Phase.COMMITTED, bad
-        applied = any(o.applied for o in self.outcomes.values())
         if self.rolled or (applied and not served_has_holder):
             return Phase.DEGRADED, bad
         return Phase.FAILED, bad
+
+    def _suffice(self, outcomes: list[Outcome]) -> bool:
+        """Whether these would satisfy the policy: whole units for the quorum, and enough engines of each group."""
+        there = {o.engine_id for o in outcomes}
+        whole = sum(all(o.engine_id in there for o in unit) for unit in self.units)
+        groups = Counter(o.group for o in outcomes)
+        return whole >= self.needed and all(groups[g] >= n for g, n in self.policy.min_engines.items())
 
     def _put(self, outcome: Outcome) -> bool:
         changed = self.outcomes[outcome.engine_id] != outcome
@@ -197,12 +240,13 @@ class UpdateTransaction:
 
 
 def _lost(old: Outcome, cause: str) -> Outcome:
-    return Outcome(
-        old.engine_id,
-        old.incarnation,
-        old.required,
-        old.stage,
+    return replace(
+        old,
         lost=True,
         error_reason=old.error_reason or "PEER_LOST",
         error_message=old.error_message or cause,
     )
+
+
+def _shown(outcomes: list[Outcome]) -> str:
+    return "; ".join(map(str, outcomes))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from controlplane.core.errors import LedgerError
 from controlplane.core.fleet_records import (
+    EngineAsked,
     EngineForgotten,
     EngineKnown,
     ModelRecord,
@@ -174,7 +175,7 @@ def _write_began(db: sqlite3.Connection, record: UpdateBegan) -> None:
     )
     db.executemany(
         "INSERT INTO update_engines VALUES (?, ?, ?, ?)",
-        [(record.update_id, i, inc, int(required)) for i, inc, required in record.engines],
+        [(record.update_id, i, inc, int(required)) for i, inc, required, _, _ in record.engines],
     )
 
 
@@ -210,7 +211,7 @@ def _open_updates(db: sqlite3.Connection) -> Iterator[tuple[UpdateBegan, bool]]:
             ModelName(model),
             WeightVersion(number, Term(term)),
             step,
-            tuple((EngineId(i), Incarnation(inc), bool(required)) for i, inc, required in engines),
+            tuple(EngineAsked(EngineId(i), Incarnation(inc), bool(required)) for i, inc, required in engines),
         )
         yield began, phase == "go"
 

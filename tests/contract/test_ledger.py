@@ -10,6 +10,7 @@ import pytest
 
 from controlplane.core.errors import LedgerError
 from controlplane.core.fleet_records import (
+    EngineAsked,
     EngineForgotten,
     EngineKnown,
     TermGiven,
@@ -44,7 +45,10 @@ def reopen(request: pytest.FixtureRequest, tmp_path: Path) -> Reopen:
 
 
 def began(number: int, update_id: str = "u1") -> UpdateBegan:
-    engines = ((EngineId("e0"), Incarnation("i0"), True), (EngineId("e1"), Incarnation("i1"), False))
+    engines = (
+        EngineAsked(EngineId("e0"), Incarnation("i0"), True),
+        EngineAsked(EngineId("e1"), Incarnation("i1"), False),
+    )
     return UpdateBegan(UpdateId(update_id), "r", POLICY, WeightVersion(number, Term(3)), 7, engines)
 
 

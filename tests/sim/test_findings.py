@@ -11,7 +11,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage
-from controlplane.core.fleet_records import EngineKnown, TermGiven, UpdateBegan, UpdateDecided
+from controlplane.core.fleet_records import EngineAsked, EngineKnown, TermGiven, UpdateBegan, UpdateDecided
 from controlplane.core.plan import EnginePlace
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import (
@@ -59,7 +59,7 @@ def test_a_restart_aborts_an_update_without_go_also_when_every_engine_says_that_
     ledger.open(RUN)
     ledger.save(TermGiven(POLICY, Term(1), TrainerId("t"), Incarnation("t1")))
     ledger.save(EngineKnown(EngineId("e0"), POLICY))
-    began = ((EngineId("e0"), Incarnation("i1"), True),)
+    began = (EngineAsked(EngineId("e0"), Incarnation("i1"), True),)
     ledger.save(UpdateBegan(UpdateId("u"), "r", POLICY, WeightVersion(5, Term(1)), 3, began))
     f = Fleet(ledger)
     progress = Progress(UpdateId("u"), WeightVersion(5, Term(1)), Stage.READY)

@@ -10,7 +10,15 @@ from controlplane.core import errors as e
 from controlplane.core import fleet
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Poisoned, Progress, Stage, Unset
-from controlplane.core.fleet_records import EngineKnown, Recovered, TermGiven, UpdateBegan, UpdateDecided, UpdateWentGo
+from controlplane.core.fleet_records import (
+    EngineAsked,
+    EngineKnown,
+    Recovered,
+    TermGiven,
+    UpdateBegan,
+    UpdateDecided,
+    UpdateWentGo,
+)
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import (
@@ -437,7 +445,12 @@ def test_a_restart_does_not_wait_longer_than_a_lease(two: tuple[Fleet, dict[str,
 
 def test_a_restart_aborts_what_had_no_go_and_decides_what_had_from_reports() -> None:
     began = UpdateBegan(
-        UpdateId("u"), "r", POLICY, WeightVersion(5, Term(1)), 3, ((EngineId("e0"), Incarnation("i1"), True),)
+        UpdateId("u"),
+        "r",
+        POLICY,
+        WeightVersion(5, Term(1)),
+        3,
+        (EngineAsked(EngineId("e0"), Incarnation("i1"), True),),
     )
     for went_go, stage, expected in ((False, Stage.READY, Phase.FAILED), (True, Stage.APPLIED, Phase.COMMITTED)):
         ledger = MemoryLedger()
