@@ -31,9 +31,11 @@ class EngineFacts:
     expected: Expected
     """Names, shapes and dtypes that an update must cover (safetensors headers of the model path)."""
     capabilities: frozenset[str]
-    """Of `staged`, `rollback`, `sleep`, `prefix_cache`."""
+    """Of `staged`, `rollback`, `sleep`, `delta`, `prefix_cache`."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
+    initial_digest: bytes | None = None
+    """Content digest of the checkpoint that it loaded, summed by the agent; only for a frozen model's engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +154,19 @@ class Engine(Protocol):
 
     async def resume(self) -> None:
         """Let the scheduler run. Kept requests go on, their prefix computed anew under the new weights."""
+        ...
+
+    async def sleep(self, level: int) -> None:
+        """Free the devices; must be called quiesced. Level 1 keeps the weights aside, level 2 drops them; both drop the
+        KV cache: what kept requests had computed is computed anew after waking.
+
+        Raises UnsupportedByEngine without the capability `sleep`; EngineDied.
+        """
+        ...
+
+    async def wake(self, *, kv_cache: bool) -> None:
+        """Take the weights' memory again, and the KV cache if asked for; the scheduler stands still as before.
+        After level 2 the weights are nobody's until an install. Idempotent. Raises EngineDied."""
         ...
 
     async def probe(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable
 from dataclasses import dataclass
 
 import structlog
@@ -25,6 +26,7 @@ from controlplane.core.errors import (
 )
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import CanaryReport, Engine, EngineFacts, InstallReport
 from engine_agent.receivers import Receiver
 from engine_agent.remembered import Memory, Remembered
@@ -82,7 +84,7 @@ class EngineLife:
     async def start(self) -> None:
         """Start the engine. Raises EngineDied."""
         self.facts = await self.engine.start()
-        self.apply(events.Started(self.facts.expected))
+        self.apply(events.Started(self.facts.expected, self.facts.capabilities, self.facts.initial_digest))
         self._spawn(self._keep_gate())
 
     async def end(self, cause: str) -> None:
@@ -256,6 +258,43 @@ class EngineLife:
         self.requests.abort_all()
         if not self.died.done():
             self.died.set_result(str(error))
+
+    # ---- sleep ----
+
+    async def sleep(self, event: events.SleepRequested) -> None:
+        """Free the devices; returns when they are free. From here on what it takes away is not claimed (INV-1).
+
+        Raises the core's refusals, EngineDied.
+        """
+        starts = any(isinstance(effect, events.StartSleep) for effect in self.apply(event))
+        await to_the_end(self._sleep(event.level if starts else None))
+
+    async def _sleep(self, level: int | None) -> None:
+        """None: somebody else's sleep is under way, and is waited for."""
+        async with self._lock:
+            if level is not None:
+                await self._stop_scheduler()
+                await self._or_die(self.engine.sleep(level))
+
+    async def wake(self, event: events.WakeRequested) -> None:
+        """Take the devices again; returns when that is done. Raises the core's refusals, EngineDied."""
+        starts = any(isinstance(effect, events.StartWake) for effect in self.apply(event))
+        await to_the_end(self._wake(event.kv, starts=starts))
+
+    async def _wake(self, kv: bool, *, starts: bool) -> None:
+        async with self._lock:
+            if starts:
+                await self._or_die(self.engine.wake(kv_cache=kv))
+                self.apply(events.Woke(kv))
+
+    async def _or_die(self, work: Awaitable[None]) -> None:
+        """An engine that neither sleeps nor wakes is in an unknown state: its life ends."""
+        try:
+            await work
+        except Exception as error:
+            if not self.died.done():
+                self.died.set_result(f"sleep or wake did not end: {error!r}")
+            raise
 
     # ---- the gate ----
 

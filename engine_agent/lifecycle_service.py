@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind
 from controlplane.core.errors import WrongIncarnation, WrongRun
-from controlplane.rpc.engine_codec import state_to_proto
+from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
 from engine_agent.life import EngineLife, EngineLifeHolder
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
+
+_Command = (
+    lifecycle_pb2.PauseGenerationRequest
+    | lifecycle_pb2.ResumeGenerationRequest
+    | lifecycle_pb2.SleepRequest
+    | lifecycle_pb2.WakeUpRequest
+    | lifecycle_pb2.DrainRequest
+)
 
 
 def status_of(life: EngineLife) -> engine_pb2.EngineStatus:
     """The full state now, with the gate and the word as this agent computes them."""
-    return state_to_proto(life.core.state, life.core.served)
+    core, shift = life.core, time.time() - time.monotonic()
+    status = state_to_proto(core.state, core.served)
+    status.conditions.extend(conditions_to_proto(core.conditions, shift))
+    if core.refused is not None:
+        status.refused.CopyFrom(refusal_to_proto(core.refused, shift))
+    return status
 
 
 class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
@@ -35,8 +49,24 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         self, request: lifecycle_pb2.ResumeGenerationRequest, context: Any
     ) -> lifecycle_pb2.ResumeGenerationResponse:
         life = self._fenced(request)
-        life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, request.owner), present=False))
+        for kind in (HoldKind.OPERATOR, HoldKind.DRAINING):
+            life.apply(events.HoldChanged(Hold(kind, request.owner), present=False))
         return lifecycle_pb2.ResumeGenerationResponse(status=status_of(life))
+
+    async def Sleep(self, request: lifecycle_pb2.SleepRequest, context: Any) -> lifecycle_pb2.SleepResponse:
+        life = self._fenced(request)
+        await life.sleep(events.SleepRequested(request.owner, request.level))
+        return lifecycle_pb2.SleepResponse(status=status_of(life))
+
+    async def WakeUp(self, request: lifecycle_pb2.WakeUpRequest, context: Any) -> lifecycle_pb2.WakeUpResponse:
+        life = self._fenced(request)
+        await life.wake(events.WakeRequested(request.owner, request.kv_cache))
+        return lifecycle_pb2.WakeUpResponse(status=status_of(life))
+
+    async def Drain(self, request: lifecycle_pb2.DrainRequest, context: Any) -> lifecycle_pb2.DrainResponse:
+        life = self._fenced(request)
+        life.apply(events.HoldChanged(Hold(HoldKind.DRAINING, request.owner), present=True))
+        return lifecycle_pb2.DrainResponse(status=status_of(life))
 
     async def GetStatus(self, request: lifecycle_pb2.GetStatusRequest, context: Any) -> lifecycle_pb2.GetStatusResponse:
         return lifecycle_pb2.GetStatusResponse(status=status_of(self._of_run(request.run_id)))
@@ -54,9 +84,7 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
             raise WrongRun(expected=life.core.state.run_id, got=run_id)
         return life
 
-    def _fenced(
-        self, request: lifecycle_pb2.PauseGenerationRequest | lifecycle_pb2.ResumeGenerationRequest
-    ) -> EngineLife:
+    def _fenced(self, request: _Command) -> EngineLife:
         """The life that the request means. Raises WrongRun, WrongIncarnation."""
         life = self._of_run(request.run_id)
         state = life.core.state

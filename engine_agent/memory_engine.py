@@ -16,6 +16,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from controlplane import failpoints
+from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
 from controlplane.core.errors import CanaryFailed, InstallFailed
 from controlplane.core.layout import DType, Expected
 from controlplane.core.sampling import SamplingSettings
@@ -79,7 +80,7 @@ class MemoryEngine:
             max_model_len=self._settings.max_model_len,
             max_logprobs=0,
             expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
-            capabilities=frozenset({"staged", "rollback"}),
+            capabilities=frozenset({"staged", "rollback", SLEEP}),
             pids=(os.getpid(),),
         )
 
@@ -160,6 +161,15 @@ class MemoryEngine:
 
     async def resume(self) -> None:
         self._running.set()
+
+    async def sleep(self, level: int) -> None:
+        if self._running.is_set():
+            raise InstallFailed(self._engine_id, self._label, False, "the engine was not quiesced")
+        if level == DROPS_WEIGHTS:
+            self._weights = hashlib.sha256(b"dropped").digest()
+
+    async def wake(self, *, kv_cache: bool) -> None:
+        await asyncio.sleep(0)
 
     async def probe(self) -> None:
         await asyncio.sleep(0)

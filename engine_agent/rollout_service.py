@@ -8,7 +8,7 @@ from contextlib import aclosing
 from typing import Any
 
 from controlplane.core import errors as e
-from controlplane.core.engine_state import EngineState, Life, Poisoned
+from controlplane.core.engine_state import EngineState, HoldKind, Life, Poisoned
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import sampling_from_proto, seconds_from_proto, version_from_proto, version_to_proto
@@ -101,6 +101,9 @@ async def _enter(life: EngineLife, request: rollout_pb2.GenerateRequest) -> Weig
             raise e.EngineNotReady(engine_id=state.engine_id, holds=state.life.value)
         if isinstance(state.weights, Poisoned) and not state.installing:
             raise e.EnginePoisoned(engine_id=state.engine_id, cause=state.weights.cause)
+        draining = state.held_by(HoldKind.DRAINING)
+        if draining is not None:
+            raise e.EngineDraining(engine_id=state.engine_id, owner=draining)
         applied = state.applied
         return life.open and applied is not None and (wanted is None or applied.number >= wanted.number)
 

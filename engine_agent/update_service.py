@@ -16,6 +16,7 @@ from controlplane import failpoints
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
+from controlplane.core.engine_state import Held
 from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto, version_to_proto
@@ -216,7 +217,16 @@ def _opened(stream: int, message: weight_update_pb2.UpdateOpen) -> events.Opened
         layout_digest=message.manifest.layout_digest,
         tensor_count=message.manifest.tensor_count,
         byte_count=message.manifest.byte_count,
+        by_coordinator=message.writer == weight_update_pb2.UPDATE_WRITER_COORDINATOR,
+        base=_base(message.manifest),
     )
+
+
+def _base(manifest: weight_update_pb2.Manifest) -> Held | None:
+    """What a delta changes; None for a whole update."""
+    if not manifest.HasField("base"):
+        return None
+    return Held(version_from_proto(manifest.base.version), manifest.base.content_digest)
 
 
 def _chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:

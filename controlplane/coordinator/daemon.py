@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +17,10 @@ from typing import Any
 import grpc
 import structlog
 
+from controlplane.coordinator.carrier import Carrier
 from controlplane.coordinator.hub import Hub
 from controlplane.coordinator.services import FleetService, OperatorService
-from controlplane.core.errors import LedgerError
+from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.plan import Transport
 from controlplane.core.update_transaction import Mode, UpdatePolicy
@@ -59,13 +60,20 @@ class CoordinatorSettings:
     update_mode: str = "barrier"
     """barrier: a version is served when the update is decided. rolling: from the first engine that applied it."""
     update_quorum: int = 0
-    """How many of the required engines must be ready and apply; 0: all."""
+    """How many of the required engines (units) must be ready and apply; 0: all."""
+    min_engines: tuple[str, ...] = ()
+    """group=number: so many engines of that group must be ready and apply, whatever the quorum says."""
+    max_catch_ups: int = 4
+    """Engines brought up to date from checkpoints at once."""
     transport: str = "auto"
     """auto, shared_memory or inline: how bytes reach engines."""
     metrics_listen: str = ""
     """Address that answers GET /metrics; empty: none does."""
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
+
+    def __post_init__(self) -> None:
+        parse_min_engines(self.min_engines)
 
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
@@ -77,6 +85,8 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
         core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
         hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
+        carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
+        hub.start_carry = carrier.start
         server = await start_server(settings.listen, _services(hub))
         serve_metrics(settings.metrics_listen)
     except LedgerError as error:
@@ -89,6 +99,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
     try:
         return await _serve(settings, hub, server, stop or asyncio.Event())
     finally:
+        await carrier.close()
         await server.stop()
         await loop.run_in_executor(writer, ledger.close)
         writer.shutdown()
@@ -137,9 +148,23 @@ def _fleet_settings(settings: CoordinatorSettings) -> FleetSettings:
         step_limit_seconds=settings.step_limit_seconds,
         ready_limit_seconds=settings.ready_limit_seconds,
         go_limit_seconds=settings.go_limit_seconds,
-        policy=UpdatePolicy(Mode(settings.update_mode), settings.update_quorum or None),
+        policy=UpdatePolicy(
+            Mode(settings.update_mode), settings.update_quorum or None, parse_min_engines(settings.min_engines)
+        ),
+        max_carries=settings.max_catch_ups,
         transport=None if settings.transport == "auto" else Transport(settings.transport),
     )
+
+
+def parse_min_engines(texts: Sequence[str]) -> dict[str, int]:
+    """`("decode=2",)` as a table. Raises InvalidRequest."""
+    found: dict[str, int] = {}
+    for text in texts:
+        group, _, number = text.rpartition("=")
+        if not number.isdecimal():
+            raise InvalidRequest("min_engines", f"{text!r} is not group=number")
+        found[group] = int(number)
+    return found
 
 
 def _services(hub: Hub) -> list[Callable[[grpc.aio.Server], str]]:

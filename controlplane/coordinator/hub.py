@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import structlog
@@ -20,11 +20,13 @@ from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneErro
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
     BroadcastState,
+    Carry,
     CloseSession,
     Effect,
     Event,
     Paused,
     Save,
+    StartCarry,
     Tick,
     UpdateChanged,
     UpdatePlanned,
@@ -76,6 +78,8 @@ class Hub:
         self.heartbeat_seconds = heartbeat_seconds
         self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
         self.view: Latest[operator_pb2.FleetView] = Latest(self._view())
+        self.start_carry: Callable[[Carry], None] = _no_carrier
+        """Who brings versions from checkpoints; set by the daemon."""
         self._ledger = ledger
         self._writer = writer
         self._lock = asyncio.Lock()
@@ -139,12 +143,14 @@ class Hub:
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):
-                    self._send(session, fleet_pb2.SessionResponse(welcome=self._welcome(term)))
+                    self._send(session, fleet_pb2.SessionResponse(welcome=self._welcome(session, term)))
                 case CloseSession(session, error):
                     if session in self._outboxes:
                         self._outboxes[session].put(error)
                 case BroadcastState():
                     self._broadcast()
+                case StartCarry(carry):
+                    self.start_carry(carry)
                 case UpdateChanged(update_id):
                     self._publish_update(self.core.updates[update_id])
                     changed = True
@@ -166,13 +172,13 @@ class Hub:
 
     # ---- telling ----
 
-    def _welcome(self, trainer_term: Term) -> fleet_pb2.Welcome:
+    def _welcome(self, session: int, trainer_term: Term) -> fleet_pb2.Welcome:
         return fleet_pb2.Welcome(
             coordinator_term=self.core.term,
             heartbeat_interval=seconds_to_proto(self.heartbeat_seconds),
             lease_ttl=seconds_to_proto(self.core.settings.lease_ttl_seconds),
             trainer_term=trainer_term,
-            state=views.fleet_state(self.core),
+            state=views.fleet_state(self.core, session),
         )
 
     def _send(self, session: int, frame: fleet_pb2.SessionResponse) -> None:
@@ -181,9 +187,8 @@ class Hub:
             outbox.put(frame)
 
     def _broadcast(self) -> None:
-        frame = fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core))
-        for outbox in self._outboxes.values():
-            outbox.put(frame)
+        for session, outbox in self._outboxes.items():
+            outbox.put(fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core, session)))
 
     def _publish_update(self, update: UpdateTransaction) -> None:
         state = views.update_state(update)
@@ -211,6 +216,10 @@ class Hub:
 
     # ---- watching ----
 
+    def run_or_mine(self, run_id: str) -> RunId:
+        """An empty run id means this one."""
+        return RunId(run_id) if run_id else self.core.settings.run_id
+
     def check_run(self, run_id: str) -> None:
         """An empty run id means this one."""
         if run_id and run_id != self.core.settings.run_id:
@@ -229,3 +238,7 @@ class Hub:
         if topic is None:
             raise UnknownUpdate(update_id=update_id)
         return topic.watch()
+
+
+def _no_carrier(carry: Carry) -> None:
+    raise AssertionError(f"nobody brings {carry.version} to {carry.engine.engine_id}")

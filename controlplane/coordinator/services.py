@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncIterator
 from typing import Any
@@ -12,7 +13,9 @@ import structlog
 from controlplane.coordinator import views
 from controlplane.coordinator.hub import Hub
 from controlplane.core import fleet_events as events
+from controlplane.core.engine_state import Refusal
 from controlplane.core.errors import FrameOutOfOrder, PeerLost
+from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.versions import (
     DeviceUuid,
@@ -25,9 +28,9 @@ from controlplane.core.versions import (
     TrainerId,
     UpdateId,
 )
-from controlplane.rpc.codec import seconds_from_proto, version_to_proto
-from controlplane.rpc.engine_codec import state_from_proto
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
+from controlplane.rpc.codec import seconds_from_proto, version_from_proto, version_to_proto
+from controlplane.rpc.engine_codec import refusal_from_proto, state_from_proto
+from weightplane.v1 import engine_pb2, fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -92,6 +95,8 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
                 term=Term(request.term),
                 step=request.step if request.HasField("step") else None,
                 ready_limit_seconds=limit,
+                layout_digest=request.layout_digest,
+                byte_count=request.byte_count,
             )
         )
         return fleet_pb2.BeginUpdateResponse(
@@ -112,6 +117,23 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             events.AbortRequested(RunId(request.run_id), update_id, Term(request.term), request.reason)
         )
         return fleet_pb2.AbortUpdateResponse(state=views.update_state(self._hub.core.updates[update_id]))
+
+    async def PublishCheckpoint(
+        self, request: fleet_pb2.PublishCheckpointRequest, context: Any
+    ) -> fleet_pb2.PublishCheckpointResponse:
+        kept = _checkpoint(request.checkpoint)
+        await self._hub.handle(events.CheckpointPublished(RunId(request.run_id), Term(request.term), kept))
+        return fleet_pb2.PublishCheckpointResponse()
+
+    async def RetireCheckpoint(
+        self, request: fleet_pb2.RetireCheckpointRequest, context: Any
+    ) -> fleet_pb2.RetireCheckpointResponse:
+        await self._hub.handle(
+            events.CheckpointRetired(
+                RunId(request.run_id), ModelName(request.model), Term(request.term), request.number
+            )
+        )
+        return fleet_pb2.RetireCheckpointResponse()
 
     async def WatchRoutes(
         self, request: fleet_pb2.WatchRoutesRequest, context: Any
@@ -137,6 +159,33 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         async for view in self._hub.view.watch():
             yield operator_pb2.WatchFleetResponse(fleet=view)
 
+    async def Rollback(self, request: operator_pb2.RollbackRequest, context: Any) -> operator_pb2.RollbackResponse:
+        update = await self._hub.begin_update(
+            events.RollbackRequested(
+                update_id=UpdateId(uuid.uuid4().hex),
+                request_id=request.request_id,
+                run_id=self._hub.run_or_mine(request.run_id),
+                model=ModelName(request.model),
+                number=request.number,
+            )
+        )
+        assert update.restores is not None, "it is a rollback"
+        return operator_pb2.RollbackResponse(
+            update_id=update.update_id,
+            version=version_to_proto(update.version),
+            restores=version_to_proto(update.restores),
+        )
+
+    async def AcceptLedger(
+        self, request: operator_pb2.AcceptLedgerRequest, context: Any
+    ) -> operator_pb2.AcceptLedgerResponse:
+        await self._hub.handle(
+            events.LedgerAccepted(self._hub.run_or_mine(request.run_id), accepted_by=request.accepted_by)
+        )
+        return operator_pb2.AcceptLedgerResponse(
+            coordinator_term=self._hub.core.term, next_number=self._hub.core.next_number
+        )
+
 
 def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:
     kind = frame.WhichOneof("frame")
@@ -155,6 +204,9 @@ def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> events.EngineCo
         hello.endpoint,
         hello.host_id,
         tuple(DeviceUuid(d) for d in hello.device_uuids),
+        hello.group,
+        hello.unit,
+        hello.unit_size,
     )
     return events.EngineConnected(
         session,
@@ -165,7 +217,25 @@ def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> events.EngineCo
         Term(hello.max_term),
         Term(hello.max_coordinator_term),
         hello.max_number,
+        _refused(hello.status),
     )
+
+
+def _checkpoint(message: fleet_pb2.Checkpoint) -> CheckpointKept:
+    return CheckpointKept(
+        ModelName(message.model),
+        version_from_proto(message.version),
+        message.name,
+        message.layout_digest,
+        message.content_digest,
+        message.tensor_count,
+        message.file_count,
+        message.byte_count,
+    )
+
+
+def _refused(status: engine_pb2.EngineStatus) -> Refusal | None:
+    return refusal_from_proto(status, time.time() - time.monotonic())
 
 
 def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> events.TrainerConnected:
@@ -186,9 +256,10 @@ def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> events.Traine
 def _status_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:
     kind = frame.WhichOneof("frame")
     if kind == "engine_status":
-        return events.EngineReported(session, state_from_proto(frame.engine_status), frame.engine_status.gate_open)
+        status = frame.engine_status
+        return events.EngineReported(session, state_from_proto(status), status.gate_open, _refused(status))
     if kind == "trainer_status":
-        status = frame.trainer_status
-        step = status.step if status.HasField("step") else None
-        return events.TrainerReported(session, Term(status.term), step, status.phase, status.progress)
+        said = frame.trainer_status
+        step = said.step if said.HasField("step") else None
+        return events.TrainerReported(session, Term(said.term), step, said.phase, said.progress, said.holds_devices)
     raise FrameOutOfOrder(expected="a status or a goodbye", got=kind or "nothing")

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from google.protobuf.timestamp_pb2 import Timestamp
+from collections.abc import Iterable, Mapping
 
 from controlplane.core.fleet import FleetCore
-from controlplane.core.fleet_records import EngineRecord, TrainerRecord
+from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
 from controlplane.core.plan import Plan, Transport
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
 from controlplane.core.versions import ModelName
 from controlplane.rpc.codec import engine_ref, version_to_proto
-from controlplane.rpc.engine_codec import STAGES, state_to_proto
+from controlplane.rpc.engine_codec import STAGES, conditions_to_proto, refusal_to_proto, state_to_proto, timestamp
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, weight_update_pb2
 
 _TRANSPORTS = {t: weight_update_pb2.Transport.Value(f"TRANSPORT_{t.name}") for t in Transport}
 _PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
 
 
-def fleet_state(core: FleetCore) -> fleet_pb2.FleetState:
+def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
+    """As a session is told it: the members of a unit have one gate, and may serve less. 0: as it is."""
     models = [
-        fleet_pb2.ModelState(model=name, term=m.term, served=[version_to_proto(v) for v in m.served], ordinal=m.ordinal)
+        fleet_pb2.ModelState(
+            model=name,
+            term=m.term,
+            served=[version_to_proto(v) for v in core.served_to(session, name)],
+            ordinal=m.ordinal,
+            frozen=m.frozen,
+        )
         for name, m in sorted(core.models.items())
     ]
     return fleet_pb2.FleetState(revision=core.revision, models=models)
@@ -46,6 +51,8 @@ def update_state(update: UpdateTransaction) -> fleet_pb2.UpdateState:
         phase=_PHASES[update.phase],
         cause=update.cause,
         engines=[_outcome(o) for _, o in sorted(update.outcomes.items())],
+        restores=None if update.restores is None else version_to_proto(update.restores),
+        content_digest=update.content_digest,
     )
 
 
@@ -55,7 +62,7 @@ def plan(made: Plan) -> fleet_pb2.Plan:
             engine=engine_ref(a.engine.engine_id, a.engine.incarnation),
             endpoint=a.engine.endpoint,
             ranks=a.ranks,
-            leader=a.leader,
+            leader=a.leader or 0,
             transport=_TRANSPORTS[a.transport],
             required=a.required,
             reason=a.reason,
@@ -69,6 +76,8 @@ def plan(made: Plan) -> fleet_pb2.Plan:
 def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.FleetView:
     """Everything. `now` is the core's monotonic time and `wall_now` the clock's, to date what is known."""
     shift = wall_now - now
+    core.date_conditions(now)
+    regressed = next(iter(core.above.values()), None)
     return operator_pb2.FleetView(
         run_id=core.settings.run_id,
         coordinator_term=core.term,
@@ -77,7 +86,26 @@ def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.Fle
         engines=[_engine_view(core, r, shift) for _, r in sorted(core.engines.items())],
         trainers=[_trainer_view(t, shift) for _, t in sorted(core.trainers.items())],
         updates=[update_state(u) for u in _newest_first(core.updates.values())],
+        checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
+        ledger_regressed="" if regressed is None else str(regressed),
     )
+
+
+def checkpoint(kept: CheckpointKept) -> fleet_pb2.Checkpoint:
+    return fleet_pb2.Checkpoint(
+        model=kept.model,
+        version=version_to_proto(kept.version),
+        name=kept.name,
+        layout_digest=kept.layout_digest,
+        content_digest=kept.content_digest,
+        tensor_count=kept.tensor_count,
+        file_count=kept.file_count,
+        byte_count=kept.byte_count,
+    )
+
+
+def _newest_checkpoints(checkpoints: Mapping[int, CheckpointKept]) -> list[CheckpointKept]:
+    return [kept for _, kept in sorted(checkpoints.items(), reverse=True)]
 
 
 def _newest_first(updates: Iterable[UpdateTransaction]) -> list[UpdateTransaction]:
@@ -103,24 +131,37 @@ def _outcome(outcome: Outcome) -> fleet_pb2.EngineOutcome:
         lost=outcome.lost,
         error_reason=outcome.error_reason,
         error_message=outcome.error_message,
+        awaited=outcome.awaited,
     )
 
 
 def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operator_pb2.EngineView:
-    served = frozenset(core.model(record.state.model).served)
+    status = state_to_proto(record.state, frozenset(core.served_for(record)))
+    if record.refused is not None:
+        status.refused.CopyFrom(refusal_to_proto(record.refused, shift))
+    desired, carry = core.desired(record), core.carries.get(record.place.engine_id)
     return operator_pb2.EngineView(
-        status=state_to_proto(record.state, served),
+        status=status,
         known=record.session is not None,
-        report_time=_timestamp(record.reported_at + shift),
+        report_time=timestamp(record.reported_at + shift),
         routable=core.routable(record),
         endpoint=record.place.endpoint,
         device_uuids=record.place.device_uuids,
+        desired=None if desired is None else version_to_proto(desired),
+        conditions=conditions_to_proto(record.conditions, shift),
+        group=record.place.group,
+        unit=record.place.unit,
+        catch_up="" if carry is None else carry.update_id,
     )
 
 
 def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerView:
     status = fleet_pb2.TrainerStatus(
-        term=trainer.term, step=trainer.step, phase=trainer.phase, progress=trainer.progress
+        term=trainer.term,
+        step=trainer.step,
+        phase=trainer.phase,
+        progress=trainer.progress,
+        holds_devices=trainer.holds_devices,
     )
     return operator_pb2.TrainerView(
         trainer_id=trainer.trainer_id,
@@ -129,12 +170,6 @@ def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerV
         term=trainer.term,
         status=status,
         connected=trainer.session is not None,
-        lease_expire_time=_timestamp(trainer.expires_at + shift),
+        lease_expire_time=timestamp(trainer.expires_at + shift),
         rank_count=len(trainer.ranks),
     )
-
-
-def _timestamp(seconds: float) -> Timestamp:
-    stamp = Timestamp()
-    stamp.FromNanoseconds(int(seconds * 1e9))
-    return stamp

@@ -249,8 +249,8 @@ class EngineCore:
         same = (update.update_id, update.version) == (event.update_id, event.version)
         alike = update.by_coordinator == event.by_coordinator
         fenced = alike and update.writer_term < event.writer_term
-        # A catch-up yields to a trainer's newer version: what it brings is about to be old.
-        yields = update.by_coordinator and not event.by_coordinator and event.version.number > update.version.number
+        # A catch-up yields to a newer version: what it brings is about to be old.
+        yields = update.by_coordinator and event.version.number > update.version.number
         if self.state.installing or not (same or fenced or yields):
             raise e.UpdateInProgress(update_id=update.update_id, version=str(update.version))
 

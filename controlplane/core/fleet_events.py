@@ -5,11 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controlplane.core import errors as e
-from controlplane.core.engine_state import EngineState
-from controlplane.core.fleet_records import Record
+from controlplane.core.engine_state import EngineState, Refusal
+from controlplane.core.fleet_records import CheckpointKept, Record
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import UpdateTransaction
-from controlplane.core.versions import Incarnation, ModelName, RunId, Term, TrainerId, UpdateId
+from controlplane.core.versions import (
+    EngineId,
+    Incarnation,
+    ModelName,
+    RunId,
+    Term,
+    TrainerId,
+    UpdateId,
+    WeightVersion,
+)
 
 # ---- events -------------------------------------------------------------------------------------
 
@@ -25,6 +34,7 @@ class EngineConnected:
     max_coordinator_term: Term
     max_number: int = 0
     """Highest number that it applied in any life."""
+    refused: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +42,7 @@ class EngineReported:
     session: int
     state: EngineState
     gate_open: bool
+    refused: Refusal | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ class TrainerReported:
     step: int | None
     phase: str
     progress: int
+    holds_devices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +86,19 @@ class UpdateRequested:
     term: Term
     step: int | None
     ready_limit_seconds: float | None
+    layout_digest: bytes = b""
+    byte_count: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RollbackRequested:
+    """Bring an earlier version's weights back, as a new number (INV-5)."""
+
+    update_id: UpdateId
+    request_id: str
+    run_id: RunId
+    model: ModelName
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +107,42 @@ class AbortRequested:
     update_id: UpdateId
     term: Term
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPublished:
+    """A trainer wrote a committed version where engines can read it."""
+
+    run_id: RunId
+    term: Term
+    checkpoint: CheckpointKept
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRetired:
+    """A trainer is about to delete one."""
+
+    run_id: RunId
+    model: ModelName
+    term: Term
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class CarryEnded:
+    """The coordinator's own writer is done with one engine, however that ended."""
+
+    update_id: UpdateId
+    engine_id: EngineId
+    error: e.WeightplaneError | None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerAccepted:
+    """A person takes an older copy of the ledger as it is."""
+
+    run_id: RunId
+    accepted_by: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +164,12 @@ Event = (
     | TrainerReported
     | SessionEnded
     | UpdateRequested
+    | RollbackRequested
     | AbortRequested
+    | CheckpointPublished
+    | CheckpointRetired
+    | CarryEnded
+    | LedgerAccepted
     | Paused
     | Tick
 )
@@ -150,8 +216,25 @@ class UpdateChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Carry:
+    """The coordinator brings one version to one engine, from a checkpoint, under its own term."""
+
+    update_id: UpdateId
+    engine: EnginePlace
+    version: WeightVersion
+    checkpoint: CheckpointKept
+    waits_for_go: bool
+    """It belongs to an update of the fleet, and commits when that goes; else as soon as the engine is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartCarry:
+    carry: Carry
+
+
+@dataclass(frozen=True, slots=True)
 class ViewChanged:
     """Something that people or clients see changed."""
 
 
-Effect = Save | Welcome | CloseSession | BroadcastState | UpdatePlanned | UpdateChanged | ViewChanged
+Effect = Save | Welcome | CloseSession | BroadcastState | UpdatePlanned | UpdateChanged | StartCarry | ViewChanged

@@ -20,6 +20,8 @@ from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 class Transport(Enum):
     SHARED_MEMORY = "shared_memory"
     INLINE = "inline"
+    CHECKPOINT = "checkpoint"
+    """A directory that the engine reads itself; the coordinator names it, and no rank takes part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,12 @@ class EnginePlace:
     endpoint: str
     host_id: str
     device_uuids: tuple[DeviceUuid, ...]
+    group: str = ""
+    """What a policy's `min_engines` counts it under."""
+    unit: str = ""
+    """Engines that serve together or not at all, such as prefill and decode: behind one gate."""
+    unit_size: int = 0
+    """How many engines the unit has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +63,9 @@ class Assignment:
     reason: str
 
     @property
-    def leader(self) -> Rank:
-        return self.ranks[0]
+    def leader(self) -> Rank | None:
+        """None: the coordinator writes."""
+        return self.ranks[0] if self.ranks else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +123,24 @@ def make_plan(
             )
         )
     return Plan(revision, tuple(assignments))
+
+
+def checkpoint_plan(revision: int, engines: Sequence[EnginePlace], required: frozenset[EngineId]) -> Plan:
+    """Every engine reads the same directory."""
+    return Plan(
+        revision,
+        tuple(
+            Assignment(
+                engine=engine,
+                ranks=(),
+                device_uuids=(),
+                transport=Transport.CHECKPOINT,
+                required=engine.engine_id in required,
+                reason="a checkpoint is brought back",
+            )
+            for engine in sorted(engines, key=lambda p: p.engine_id)
+        ),
+    )
 
 
 def _chosen(engine: EnginePlace, ranks: Sequence[RankPlace], load: Counter[Rank]) -> RankPlace:

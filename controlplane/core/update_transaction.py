@@ -115,6 +115,8 @@ class UpdateTransaction:
     """The coordinator restarted before go: its trainer begins anew."""
     rolled: bool = False
     """The fleet serves it already, beside what it served before (ROLLING); it is never aborted after that."""
+    awaits_until: float = 0.0
+    """Monotonic seconds: until then go waits for engines that are not required, but awaited."""
     layout_digest: bytes = b""
     byte_count: int = 0
     restores: WeightVersion | None = None
@@ -122,6 +124,14 @@ class UpdateTransaction:
     content_digest: bytes = b""
     """As the first engine that applied it reported it."""
     outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
+
+    @property
+    def went_go(self) -> bool:
+        return self.phase is Phase.GO or self.committed
+
+    @property
+    def committed(self) -> bool:
+        return self.phase in (Phase.COMMITTED, Phase.DEGRADED)
 
     @property
     def required(self) -> list[Outcome]:
@@ -201,7 +211,7 @@ class UpdateTransaction:
         bad = [o for o in self.required if o.bad]
         if not self._suffice([o for o in self.outcomes.values() if not o.bad]):
             return Phase.FAILED, _shown(bad) or "too few engines are left"
-        waited_for = [o for o in self.outcomes.values() if o.required or o.awaited]
+        waited_for = [o for o in self.outcomes.values() if o.required or (o.awaited and now < self.awaits_until)]
         late = [o for o in waited_for if not o.ready and not o.bad]
         if late and now < self.deadline:
             return None

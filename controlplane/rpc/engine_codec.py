@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from controlplane.core.conditions import Condition
 from controlplane.core.engine_state import (
     EngineState,
     Held,
@@ -10,6 +15,8 @@ from controlplane.core.engine_state import (
     Life,
     Poisoned,
     Progress,
+    Refusal,
+    Residency,
     Stage,
     Timings,
     Unset,
@@ -30,6 +37,13 @@ _LIVES = {v: engine_pb2.EngineLife.Value(f"ENGINE_LIFE_{v.name}") for v in Life}
 _LIVES_BACK = {v: k for k, v in _LIVES.items()}
 _HOLDS = {v: engine_pb2.HoldKind.Value(f"HOLD_KIND_{v.name}") for v in HoldKind}
 _HOLDS_BACK = {v: k for k, v in _HOLDS.items()}
+_RESIDENCIES = {v: engine_pb2.Residency.Value(f"RESIDENCY_{v.name}") for v in Residency}
+_RESIDENCIES_BACK = {v: k for k, v in _RESIDENCIES.items()}
+_STATUSES = {
+    True: engine_pb2.CONDITION_STATUS_TRUE,
+    False: engine_pb2.CONDITION_STATUS_FALSE,
+    None: engine_pb2.CONDITION_STATUS_UNKNOWN,
+}
 STAGES = {v: engine_pb2.UpdateStage.Value(f"UPDATE_STAGE_{v.name}") for v in Stage}
 _STAGES_BACK = {v: k for k, v in STAGES.items()}
 
@@ -45,6 +59,8 @@ def state_to_proto(state: EngineState, served: frozenset[WeightVersion]) -> engi
         live_requests=state.live_requests,
         waiting_requests=state.waiting_requests,
         word=state.word(served),
+        residency=_RESIDENCIES[state.residency],
+        frozen=state.frozen,
     )
     _weights_to_proto(state.weights, message)
     ordered = sorted(state.holds, key=lambda h: (h.kind.value, h.owner))
@@ -67,7 +83,49 @@ def state_from_proto(message: engine_pb2.EngineStatus) -> EngineState:
         progress=_progress_from_proto(message.update) if message.HasField("update") else None,
         live_requests=message.live_requests,
         waiting_requests=message.waiting_requests,
+        residency=_RESIDENCIES_BACK[message.residency],
+        frozen=message.frozen,
     )
+
+
+def refusal_to_proto(refusal: Refusal, shift: float) -> engine_pb2.Refusal:
+    """`shift` seconds turn the keeper's monotonic time into the clock's."""
+    return engine_pb2.Refusal(
+        version=version_to_proto(refusal.version),
+        reason=refusal.reason,
+        message=refusal.message[:4096],
+        time=timestamp(refusal.at + shift),
+    )
+
+
+def refusal_from_proto(message: engine_pb2.EngineStatus, shift: float) -> Refusal | None:
+    """The inverse; None where the status has none."""
+    if not message.HasField("refused"):
+        return None
+    refused = message.refused
+    at = refused.time.ToNanoseconds() / 1e9 - shift
+    return Refusal(version_from_proto(refused.version), refused.reason, refused.message, at)
+
+
+def conditions_to_proto(conditions: Iterable[Condition], shift: float) -> list[engine_pb2.Condition]:
+    """`shift` seconds turn the keeper's monotonic time into the clock's."""
+    return [
+        engine_pb2.Condition(
+            type=c.type.value,
+            status=_STATUSES[c.status],
+            reason=c.reason,
+            message=c.message[:4096],
+            last_transition_time=timestamp(c.since + shift),
+        )
+        for c in conditions
+    ]
+
+
+def timestamp(seconds: float) -> Timestamp:
+    """Of seconds since the epoch."""
+    stamp = Timestamp()
+    stamp.FromNanoseconds(int(seconds * 1e9))
+    return stamp
 
 
 def timings_to_proto(timings: Timings) -> weight_update_pb2.InstallTimings:

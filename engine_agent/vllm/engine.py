@@ -21,6 +21,7 @@ from controlplane.core.errors import (
     EngineNotReady,
     InstallFailed,
     InstallTimedOut,
+    UnsupportedByEngine,
 )
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
@@ -94,6 +95,12 @@ class VllmEngine:
             pids=tuple(p.pid for p in self._processes),
         )
         return self._facts
+
+    async def sleep(self, level: int) -> None:
+        raise UnsupportedByEngine(self._engine_id, "sleep")
+
+    async def wake(self, *, kv_cache: bool) -> None:
+        raise UnsupportedByEngine(self._engine_id, "sleep")
 
     async def probe(self) -> None:
         limit = self._settings.install_timeout_seconds + self._settings.call_timeout_seconds

@@ -140,6 +140,10 @@ def test_inv7_a_ledger_that_was_put_back_gives_no_term_that_agents_know() -> Non
     state = EngineState(RUN, POLICY, EngineId("e0"), Incarnation("i1"), Life.RUNNING)
     f.handle(replace(hello(state), max_term=Term(3), max_coordinator_term=Term(1), max_number=7))
     f.trainer()
+    assert f.core.model(POLICY).term == 0
+    assert any(isinstance(x, fe.CloseSession) and isinstance(x.error, e.LedgerRegressed) for x in f.effects)
+    f.handle(fe.LedgerAccepted(RUN, "ann"))
+    f.trainer()
     assert f.core.model(POLICY).term > 3
 
 

@@ -15,6 +15,7 @@ from controlplane.core.engine_core import EngineCore
 from controlplane.core.engine_state import Held, Poisoned
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_records import EngineRecord, UpdateDecided, UpdateWentGo
+from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import ModelName, Term
 from controlplane.sim.runner import run, run_scenario, run_seed
 from controlplane.sim.scenarios import SCENARIOS
@@ -176,7 +177,7 @@ class SavesNoGo(FleetCore):
 class GivesNumbersTwice(FleetCore):
     def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
         if isinstance(event, fe.UpdateRequested):
-            self._next_number = 1
+            self.next_number = 1
         return super().handle(event, now)
 
 
@@ -189,8 +190,8 @@ class GivesTermsTwice(FleetCore):
 
 
 class NeverDecides(FleetCore):
-    def _advance(self, model: ModelName, now: float) -> list[fe.Effect]:
-        return []
+    def open_update(self, model: ModelName) -> UpdateTransaction | None:
+        return None
 
 
 PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [

@@ -82,6 +82,10 @@ def test_s1_no_message_of_the_contract_has_room_for_a_pickle() -> None:
         "EngineStatus.content_digest",
         "BeginUpdateRequest.layout_digest",
         "Plan.digest",
+        "Base.content_digest",
+        "Checkpoint.content_digest",
+        "Checkpoint.layout_digest",
+        "UpdateState.content_digest",
     }
     found = {
         f"{message.name}.{field.name}"

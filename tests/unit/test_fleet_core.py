@@ -489,8 +489,10 @@ def test_a_ledger_older_than_what_engines_applied_keeps_it_recovering() -> None:
     state = EngineState(RUN, POLICY, EngineId("e0"), Incarnation("i1"), Life.RUNNING)
     place = EnginePlace(EngineId("e0"), state.incarnation, "e0:1", "host", (DeviceUuid("d"),))
     f.handle(events.EngineConnected(1, place, state, False, (), Term(1), Term(1), max_number=7))
-    with pytest.raises(e.CoordinatorRecovering):
+    assert f.core.recovering
+    with pytest.raises(e.LedgerRegressed) as refused:
         f.begin("u1")
+    assert (refused.value.what, refused.value.known, refused.value.seen) == ("number", 0, 7)
 
 
 def test_a_coordinator_that_stood_still_itself_judges_nobodys_silence_in_it(

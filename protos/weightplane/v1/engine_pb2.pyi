@@ -6,6 +6,7 @@ What an engine is, as its agent says. The coordinator knows nothing else of it (
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import version_pb2 as _version_pb2
@@ -80,6 +81,34 @@ WEIGHTS_STATE_HELD: WeightsState.ValueType  # 2
 WEIGHTS_STATE_POISONED: WeightsState.ValueType  # 3
 """A mixture. Only a full update or a new incarnation heals it (INV-4)."""
 Global___WeightsState: _TypeAlias = WeightsState  # noqa: Y015
+
+class _Residency:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ResidencyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Residency.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RESIDENCY_UNSPECIFIED: _Residency.ValueType  # 0
+    """Not set; always refused."""
+    RESIDENCY_AWAKE: _Residency.ValueType  # 1
+    """Weights and KV cache."""
+    RESIDENCY_WEIGHTS: _Residency.ValueType  # 2
+    """Weights, without a KV cache."""
+    RESIDENCY_ASLEEP: _Residency.ValueType  # 3
+    """Neither: the devices are somebody else's."""
+
+class Residency(_Residency, metaclass=_ResidencyEnumTypeWrapper):
+    """What lies in device memory."""
+
+RESIDENCY_UNSPECIFIED: Residency.ValueType  # 0
+"""Not set; always refused."""
+RESIDENCY_AWAKE: Residency.ValueType  # 1
+"""Weights and KV cache."""
+RESIDENCY_WEIGHTS: Residency.ValueType  # 2
+"""Weights, without a KV cache."""
+RESIDENCY_ASLEEP: Residency.ValueType  # 3
+"""Neither: the devices are somebody else's."""
+Global___Residency: _TypeAlias = Residency  # noqa: Y015
 
 class _HoldKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -156,6 +185,34 @@ UPDATE_STAGE_ABORTED: UpdateStage.ValueType  # 5
 UPDATE_STAGE_FAILED: UpdateStage.ValueType  # 6
 """Ended after its first byte was installed; the engine is poisoned or being rebuilt."""
 Global___UpdateStage: _TypeAlias = UpdateStage  # noqa: Y015
+
+class _ConditionStatus:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ConditionStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ConditionStatus.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CONDITION_STATUS_UNSPECIFIED: _ConditionStatus.ValueType  # 0
+    """Not set; never sent."""
+    CONDITION_STATUS_TRUE: _ConditionStatus.ValueType  # 1
+    """It holds."""
+    CONDITION_STATUS_FALSE: _ConditionStatus.ValueType  # 2
+    """It does not."""
+    CONDITION_STATUS_UNKNOWN: _ConditionStatus.ValueType  # 3
+    """Nobody can tell now."""
+
+class ConditionStatus(_ConditionStatus, metaclass=_ConditionStatusEnumTypeWrapper):
+    """Whether a condition holds."""
+
+CONDITION_STATUS_UNSPECIFIED: ConditionStatus.ValueType  # 0
+"""Not set; never sent."""
+CONDITION_STATUS_TRUE: ConditionStatus.ValueType  # 1
+"""It holds."""
+CONDITION_STATUS_FALSE: ConditionStatus.ValueType  # 2
+"""It does not."""
+CONDITION_STATUS_UNKNOWN: ConditionStatus.ValueType  # 3
+"""Nobody can tell now."""
+Global___ConditionStatus: _TypeAlias = ConditionStatus  # noqa: Y015
 
 @_typing.final
 class Hold(_message.Message):
@@ -234,6 +291,84 @@ class UpdateProgress(_message.Message):
 Global___UpdateProgress: _TypeAlias = UpdateProgress  # noqa: Y015
 
 @_typing.final
+class Refusal(_message.Message):
+    """A version that an engine would not take, or could not."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """ErrorInfo reason."""
+    message: _builtins.str
+    """What happened, for people."""
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """Which."""
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When."""
+
+    def __init__(
+        self,
+        *,
+        version: _version_pb2.WeightVersion | None = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "time", b"time", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Refusal: _TypeAlias = Refusal  # noqa: Y015
+
+@_typing.final
+class Condition(_message.Message):
+    """Something that is true of an engine or not, why, and since when. For people; nothing is decided by it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TYPE_FIELD_NUMBER: _builtins.int
+    STATUS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    LAST_TRANSITION_TIME_FIELD_NUMBER: _builtins.int
+    type: _builtins.str
+    """Running, WeightsHeld, Current, Updating, Resident, GateOpen; from the coordinator also Known and Routable."""
+    status: Global___ConditionStatus.ValueType
+    """Whether it holds."""
+    reason: _builtins.str
+    """Why, in one CamelCase word."""
+    message: _builtins.str
+    """Why, for people."""
+    @_builtins.property
+    def last_transition_time(self) -> _timestamp_pb2.Timestamp:
+        """When the status last changed."""
+
+    def __init__(
+        self,
+        *,
+        type: _builtins.str = ...,
+        status: Global___ConditionStatus.ValueType = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        last_transition_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_transition_time", b"last_transition_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["last_transition_time", b"last_transition_time", "message", b"message", "reason", b"reason", "status", b"status", "type", b"type"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Condition: _TypeAlias = Condition  # noqa: Y015
+
+@_typing.final
 class EngineStatus(_message.Message):
     """The full state of an engine. Sent whole at each change and at each heartbeat."""
 
@@ -253,6 +388,10 @@ class EngineStatus(_message.Message):
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
     WAITING_REQUESTS_FIELD_NUMBER: _builtins.int
     WORD_FIELD_NUMBER: _builtins.int
+    RESIDENCY_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its run."""
     model: _builtins.str
@@ -273,8 +412,12 @@ class EngineStatus(_message.Message):
     """Requests that wait outside the gate."""
     word: _builtins.str
     """One word for people, derived from the rest: starting, empty, receiving, installing, serving, ready, held,
-    poisoned, stopping, dead.
+    draining, asleep, poisoned, stopping, dead.
     """
+    residency: Global___Residency.ValueType
+    """What lies in device memory."""
+    frozen: _builtins.bool
+    """It serves the checkpoint that it loaded, as number 0, and takes no update."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """Which engine, in which life."""
@@ -290,6 +433,14 @@ class EngineStatus(_message.Message):
     @_builtins.property
     def update(self) -> Global___UpdateProgress:
         """The latest update of this incarnation."""
+
+    @_builtins.property
+    def refused(self) -> Global___Refusal:
+        """The latest version that this incarnation would not take, or could not. Beside `applied`."""
+
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
+        """What is true of it."""
 
     def __init__(
         self,
@@ -308,10 +459,14 @@ class EngineStatus(_message.Message):
         live_requests: _builtins.int = ...,
         waiting_requests: _builtins.int = ...,
         word: _builtins.str = ...,
+        residency: Global___Residency.ValueType = ...,
+        frozen: _builtins.bool = ...,
+        refused: Global___Refusal | None = ...,
+        conditions: _abc.Iterable[Global___Condition] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "engine", b"engine", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "engine", b"engine", "refused", b"refused", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "content_digest", b"content_digest", "engine", b"engine", "gate_open", b"gate_open", "holds", b"holds", "life", b"life", "live_requests", b"live_requests", "model", b"model", "poison_cause", b"poison_cause", "run_id", b"run_id", "update", b"update", "waiting_requests", b"waiting_requests", "weights", b"weights", "word", b"word"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "conditions", b"conditions", "content_digest", b"content_digest", "engine", b"engine", "frozen", b"frozen", "gate_open", b"gate_open", "holds", b"holds", "life", b"life", "live_requests", b"live_requests", "model", b"model", "poison_cause", b"poison_cause", "refused", b"refused", "residency", b"residency", "run_id", b"run_id", "update", b"update", "waiting_requests", b"waiting_requests", "weights", b"weights", "word", b"word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

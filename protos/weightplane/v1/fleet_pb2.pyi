@@ -123,6 +123,9 @@ class EngineHello(_message.Message):
     MAX_TERM_FIELD_NUMBER: _builtins.int
     MAX_COORDINATOR_TERM_FIELD_NUMBER: _builtins.int
     MAX_NUMBER_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    UNIT_SIZE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are reached, host:port."""
     host_id: _builtins.str
@@ -133,6 +136,12 @@ class EngineHello(_message.Message):
     """Highest coordinator term that it has seen."""
     max_number: _builtins.int
     """Highest version number that it has applied in any life."""
+    group: _builtins.str
+    """What a policy's `min_engines` counts it under."""
+    unit: _builtins.str
+    """Engines of one unit serve together or not at all, behind one gate: prefill and decode. Empty: it is alone."""
+    unit_size: _builtins.int
+    """How many engines its unit has."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its state, with its run, name, incarnation and model."""
@@ -156,10 +165,13 @@ class EngineHello(_message.Message):
         max_term: _builtins.int = ...,
         max_coordinator_term: _builtins.int = ...,
         max_number: _builtins.int = ...,
+        group: _builtins.str = ...,
+        unit: _builtins.str = ...,
+        unit_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "host_id", b"host_id", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -259,6 +271,7 @@ class TrainerStatus(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    HOLDS_DEVICES_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Its term."""
     step: _builtins.int
@@ -267,6 +280,8 @@ class TrainerStatus(_message.Message):
     """What it does: train, push, rollout, or a word of its own."""
     progress: _builtins.int
     """Grows whenever step or phase moved on any rank; what renews the lease."""
+    holds_devices: _builtins.bool
+    """Engines on the ranks' devices sleep for this trainer now: nobody else wakes, heals or restarts them."""
     def __init__(
         self,
         *,
@@ -274,10 +289,11 @@ class TrainerStatus(_message.Message):
         step: _builtins.int | None = ...,
         phase: _builtins.str = ...,
         progress: _builtins.int = ...,
+        holds_devices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "phase", b"phase", "progress", b"progress", "step", b"step", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "holds_devices", b"holds_devices", "phase", b"phase", "progress", b"progress", "step", b"step", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
@@ -421,12 +437,15 @@ class ModelState(_message.Message):
     TERM_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
     ORDINAL_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
     term: _builtins.int
     """Highest term given for it. A writer of a lower one is refused (INV-7)."""
     ordinal: _builtins.int
     """Number of fleet commits so far."""
+    frozen: _builtins.bool
+    """It is served as its engines loaded it: no trainer, no updates."""
     @_builtins.property
     def served(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightVersion]:
         """The versions that the fleet serves now: none before the first push, one, or two while rolling."""
@@ -438,10 +457,11 @@ class ModelState(_message.Message):
         term: _builtins.int = ...,
         served: _abc.Iterable[_version_pb2.WeightVersion] | None = ...,
         ordinal: _builtins.int = ...,
+        frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -589,7 +609,7 @@ class Assignment(_message.Message):
     endpoint: _builtins.str
     """Where its services are."""
     leader: _builtins.int
-    """Lowest rank of the slot; it leads."""
+    """Lowest rank of the slot; it leads. Nothing where `ranks` is empty: the coordinator writes."""
     transport: _weight_update_pb2.Transport.ValueType
     """How bytes go."""
     required: _builtins.bool
@@ -691,6 +711,8 @@ class UpdateState(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     CAUSE_FIELD_NUMBER: _builtins.int
     ENGINES_FIELD_NUMBER: _builtins.int
+    RESTORES_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """Its id."""
     model: _builtins.str
@@ -701,6 +723,8 @@ class UpdateState(_message.Message):
     """Where it stands."""
     cause: _builtins.str
     """Why it failed."""
+    content_digest: _builtins.bytes
+    """What the version is, as engines reported it; empty until one applied it."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """Its version."""
@@ -708,6 +732,10 @@ class UpdateState(_message.Message):
     @_builtins.property
     def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineOutcome]:
         """Each engine's outcome (INV-9)."""
+
+    @_builtins.property
+    def restores(self) -> _version_pb2.WeightVersion:
+        """Of a rollback: the version whose weights it brings back."""
 
     def __init__(
         self,
@@ -719,10 +747,12 @@ class UpdateState(_message.Message):
         phase: Global___UpdatePhase.ValueType = ...,
         cause: _builtins.str = ...,
         engines: _abc.Iterable[Global___EngineOutcome] | None = ...,
+        restores: _version_pb2.WeightVersion | None = ...,
+        content_digest: _builtins.bytes = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "restores", b"restores", "step", b"step", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cause", b"cause", "engines", b"engines", "model", b"model", "phase", b"phase", "step", b"step", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cause", b"cause", "content_digest", b"content_digest", "engines", b"engines", "model", b"model", "phase", b"phase", "restores", b"restores", "step", b"step", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
@@ -742,6 +772,7 @@ class EngineOutcome(_message.Message):
     LOST_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    AWAITED_FIELD_NUMBER: _builtins.int
     required: _builtins.bool
     """Whether the commit waited for it."""
     stage: _engine_pb2.UpdateStage.ValueType
@@ -752,6 +783,8 @@ class EngineOutcome(_message.Message):
     """ErrorInfo reason, if it ended badly."""
     error_message: _builtins.str
     """What happened, for people."""
+    awaited: _builtins.bool
+    """Go waits for it though it is not required: it missed the updates before."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine."""
@@ -765,14 +798,169 @@ class EngineOutcome(_message.Message):
         lost: _builtins.bool = ...,
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
+        awaited: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "error_message", b"error_message", "error_reason", b"error_reason", "lost", b"lost", "required", b"required", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "engine", b"engine", "error_message", b"error_message", "error_reason", b"error_reason", "lost", b"lost", "required", b"required", "stage", b"stage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EngineOutcome: _TypeAlias = EngineOutcome  # noqa: Y015
+
+@_typing.final
+class Checkpoint(_message.Message):
+    """A committed version in a directory that engines can read."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    FILE_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """Its model."""
+    name: _builtins.str
+    """The directory, relative to the engine agents' checkpoint root."""
+    layout_digest: _builtins.bytes
+    """sha256 of its layout."""
+    content_digest: _builtins.bytes
+    """What the version is."""
+    tensor_count: _builtins.int
+    """Tensors in it."""
+    file_count: _builtins.int
+    """Files with tensors in it."""
+    byte_count: _builtins.int
+    """Bytes of all tensors together."""
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """The version."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        version: _version_pb2.WeightVersion | None = ...,
+        name: _builtins.str = ...,
+        layout_digest: _builtins.bytes = ...,
+        content_digest: _builtins.bytes = ...,
+        tensor_count: _builtins.int = ...,
+        file_count: _builtins.int = ...,
+        byte_count: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "byte_count", b"byte_count", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "byte_count", b"byte_count", "content_digest", b"content_digest", "file_count", b"file_count", "layout_digest", b"layout_digest", "model", b"model", "name", b"name", "tensor_count", b"tensor_count", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
+    _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__byte_count) -> _WhichOneofReturnType__byte_count | None: ...
+
+Global___Checkpoint: _TypeAlias = Checkpoint  # noqa: Y015
+
+@_typing.final
+class PublishCheckpointRequest(_message.Message):
+    """Tells of a checkpoint."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    term: _builtins.int
+    """The caller's term."""
+    @_builtins.property
+    def checkpoint(self) -> Global___Checkpoint:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        checkpoint: Global___Checkpoint | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishCheckpointRequest: _TypeAlias = PublishCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class PublishCheckpointResponse(_message.Message):
+    """It is in the ledger."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PublishCheckpointResponse: _TypeAlias = PublishCheckpointResponse  # noqa: Y015
+
+@_typing.final
+class RetireCheckpointRequest(_message.Message):
+    """Tells of a checkpoint's end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    model: _builtins.str
+    """The model."""
+    term: _builtins.int
+    """The caller's term."""
+    number: _builtins.int
+    """Number of its version."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        term: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "number", b"number", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetireCheckpointRequest: _TypeAlias = RetireCheckpointRequest  # noqa: Y015
+
+@_typing.final
+class RetireCheckpointResponse(_message.Message):
+    """The coordinator will not name it any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetireCheckpointResponse: _TypeAlias = RetireCheckpointResponse  # noqa: Y015
 
 @_typing.final
 class AbortUpdateRequest(_message.Message):

@@ -55,6 +55,16 @@ class FleetStub:
                 request_serializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateResponse.FromString,
                 _registered_method=True)
+        self.PublishCheckpoint = channel.unary_unary(
+                '/weightplane.v1.Fleet/PublishCheckpoint',
+                request_serializer=weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointResponse.FromString,
+                _registered_method=True)
+        self.RetireCheckpoint = channel.unary_unary(
+                '/weightplane.v1.Fleet/RetireCheckpoint',
+                request_serializer=weightplane_dot_v1_dot_fleet__pb2.RetireCheckpointRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_fleet__pb2.RetireCheckpointResponse.FromString,
+                _registered_method=True)
         self.WatchRoutes = channel.unary_stream(
                 '/weightplane.v1.Fleet/WatchRoutes',
                 request_serializer=weightplane_dot_v1_dot_fleet__pb2.WatchRoutesRequest.SerializeToString,
@@ -77,8 +87,9 @@ class FleetServicer:
         A trainer's hello asks for the lease of its model. The welcome gives its term (INV-7). The lease is renewed by
         statuses whose step or phase moves.
 
-        Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT (FAILED_PRECONDITION: fix the set-up); LEASE_HELD (ABORTED:
-        wait for the seconds named, or take over); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
+        Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
+        loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
+        wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
         end); WRONG_INCARNATION (a newer life of this engine has a session); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
         Reconnect after UNAVAILABLE and CANCELLED.
         """
@@ -91,10 +102,12 @@ class FleetServicer:
 
         Preconditions: the caller's term is the model's present one; no update of that model is open.
         Effects: a number is used up, durably, also if the update never commits. The engines required for the
-        commit are fixed. Repeating with the same request id answers the same while that update is open.
+        commit are fixed. Repeating with the same request id never gives a second number, for a day and over restarts
+        too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
-        Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES (FAILED_PRECONDITION: engines must come
-        first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon), WRONG_RUN, WRONG_MODEL.
+        Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
+        (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+        LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,6 +127,26 @@ class FleetServicer:
         """Give an update up. Costs nothing before GO; after GO it is refused, the engines' reports decide.
 
         Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PublishCheckpoint(self, request, context):
+        """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
+        engines up to date by itself, and can roll back to it. Idempotent.
+
+        Errors: STALE_TERM, WRONG_RUN, VERSION_UNAVAILABLE (the fleet never committed it), VERSION_CONFLICT (the fleet
+        committed it with other content).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RetireCheckpoint(self, request, context):
+        """Tell that a checkpoint is about to be deleted. Idempotent.
+
+        Errors: STALE_TERM, WRONG_RUN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -150,6 +183,16 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.AbortUpdate,
                     request_deserializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateResponse.SerializeToString,
+            ),
+            'PublishCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.PublishCheckpoint,
+                    request_deserializer=weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointResponse.SerializeToString,
+            ),
+            'RetireCheckpoint': grpc.unary_unary_rpc_method_handler(
+                    servicer.RetireCheckpoint,
+                    request_deserializer=weightplane_dot_v1_dot_fleet__pb2.RetireCheckpointRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_fleet__pb2.RetireCheckpointResponse.SerializeToString,
             ),
             'WatchRoutes': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchRoutes,
@@ -266,6 +309,60 @@ class Fleet:
             '/weightplane.v1.Fleet/AbortUpdate',
             weightplane_dot_v1_dot_fleet__pb2.AbortUpdateRequest.SerializeToString,
             weightplane_dot_v1_dot_fleet__pb2.AbortUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PublishCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Fleet/PublishCheckpoint',
+            weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointRequest.SerializeToString,
+            weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RetireCheckpoint(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Fleet/RetireCheckpoint',
+            weightplane_dot_v1_dot_fleet__pb2.RetireCheckpointRequest.SerializeToString,
+            weightplane_dot_v1_dot_fleet__pb2.RetireCheckpointResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -44,8 +44,9 @@ class FleetStub:
     A trainer's hello asks for the lease of its model. The welcome gives its term (INV-7). The lease is renewed by
     statuses whose step or phase moves.
 
-    Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT (FAILED_PRECONDITION: fix the set-up); LEASE_HELD (ABORTED:
-    wait for the seconds named, or take over); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
+    Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
+    loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
+    wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
     end); WRONG_INCARNATION (a newer life of this engine has a session); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
     Reconnect after UNAVAILABLE and CANCELLED.
     """
@@ -54,10 +55,12 @@ class FleetStub:
 
     Preconditions: the caller's term is the model's present one; no update of that model is open.
     Effects: a number is used up, durably, also if the update never commits. The engines required for the
-    commit are fixed. Repeating with the same request id answers the same while that update is open.
+    commit are fixed. Repeating with the same request id never gives a second number, for a day and over restarts
+    too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
-    Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES (FAILED_PRECONDITION: engines must come
-    first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon), WRONG_RUN, WRONG_MODEL.
+    Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
+    (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+    LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
     """
     WatchUpdate: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchUpdateRequest, _fleet_pb2.WatchUpdateResponse]
     """Watch an update: its state now and at each change, until it is decided. The phase GO permits commit
@@ -69,6 +72,18 @@ class FleetStub:
     """Give an update up. Costs nothing before GO; after GO it is refused, the engines' reports decide.
 
     Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
+    """
+    PublishCheckpoint: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.PublishCheckpointRequest, _fleet_pb2.PublishCheckpointResponse]
+    """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
+    engines up to date by itself, and can roll back to it. Idempotent.
+
+    Errors: STALE_TERM, WRONG_RUN, VERSION_UNAVAILABLE (the fleet never committed it), VERSION_CONFLICT (the fleet
+    committed it with other content).
+    """
+    RetireCheckpoint: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.RetireCheckpointRequest, _fleet_pb2.RetireCheckpointResponse]
+    """Tell that a checkpoint is about to be deleted. Idempotent.
+
+    Errors: STALE_TERM, WRONG_RUN.
     """
     WatchRoutes: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchRoutesRequest, _fleet_pb2.WatchRoutesResponse]
     """Watch which engines may be asked for tokens: now and at each change.
@@ -92,8 +107,9 @@ class FleetAsyncStub(FleetStub):
     A trainer's hello asks for the lease of its model. The welcome gives its term (INV-7). The lease is renewed by
     statuses whose step or phase moves.
 
-    Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT (FAILED_PRECONDITION: fix the set-up); LEASE_HELD (ABORTED:
-    wait for the seconds named, or take over); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
+    Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
+    loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
+    wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
     end); WRONG_INCARNATION (a newer life of this engine has a session); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
     Reconnect after UNAVAILABLE and CANCELLED.
     """
@@ -102,10 +118,12 @@ class FleetAsyncStub(FleetStub):
 
     Preconditions: the caller's term is the model's present one; no update of that model is open.
     Effects: a number is used up, durably, also if the update never commits. The engines required for the
-    commit are fixed. Repeating with the same request id answers the same while that update is open.
+    commit are fixed. Repeating with the same request id never gives a second number, for a day and over restarts
+    too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
-    Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES (FAILED_PRECONDITION: engines must come
-    first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon), WRONG_RUN, WRONG_MODEL.
+    Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
+    (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+    LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
     """
     WatchUpdate: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchUpdateRequest, _fleet_pb2.WatchUpdateResponse]  # type: ignore[assignment]
     """Watch an update: its state now and at each change, until it is decided. The phase GO permits commit
@@ -117,6 +135,18 @@ class FleetAsyncStub(FleetStub):
     """Give an update up. Costs nothing before GO; after GO it is refused, the engines' reports decide.
 
     Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
+    """
+    PublishCheckpoint: _aio.UnaryUnaryMultiCallable[_fleet_pb2.PublishCheckpointRequest, _fleet_pb2.PublishCheckpointResponse]  # type: ignore[assignment]
+    """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
+    engines up to date by itself, and can roll back to it. Idempotent.
+
+    Errors: STALE_TERM, WRONG_RUN, VERSION_UNAVAILABLE (the fleet never committed it), VERSION_CONFLICT (the fleet
+    committed it with other content).
+    """
+    RetireCheckpoint: _aio.UnaryUnaryMultiCallable[_fleet_pb2.RetireCheckpointRequest, _fleet_pb2.RetireCheckpointResponse]  # type: ignore[assignment]
+    """Tell that a checkpoint is about to be deleted. Idempotent.
+
+    Errors: STALE_TERM, WRONG_RUN.
     """
     WatchRoutes: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchRoutesRequest, _fleet_pb2.WatchRoutesResponse]  # type: ignore[assignment]
     """Watch which engines may be asked for tokens: now and at each change.
@@ -143,8 +173,9 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         A trainer's hello asks for the lease of its model. The welcome gives its term (INV-7). The lease is renewed by
         statuses whose step or phase moves.
 
-        Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT (FAILED_PRECONDITION: fix the set-up); LEASE_HELD (ABORTED:
-        wait for the seconds named, or take over); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
+        Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
+        loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
+        wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
         end); WRONG_INCARNATION (a newer life of this engine has a session); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
         Reconnect after UNAVAILABLE and CANCELLED.
         """
@@ -159,10 +190,12 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
 
         Preconditions: the caller's term is the model's present one; no update of that model is open.
         Effects: a number is used up, durably, also if the update never commits. The engines required for the
-        commit are fixed. Repeating with the same request id answers the same while that update is open.
+        commit are fixed. Repeating with the same request id never gives a second number, for a day and over restarts
+        too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
-        Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES (FAILED_PRECONDITION: engines must come
-        first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon), WRONG_RUN, WRONG_MODEL.
+        Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
+        (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+        LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
         """
 
     @_abc_1.abstractmethod
@@ -186,6 +219,30 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         """Give an update up. Costs nothing before GO; after GO it is refused, the engines' reports decide.
 
         Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def PublishCheckpoint(
+        self,
+        request: _fleet_pb2.PublishCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.PublishCheckpointResponse, _abc.Awaitable[_fleet_pb2.PublishCheckpointResponse]]:
+        """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
+        engines up to date by itself, and can roll back to it. Idempotent.
+
+        Errors: STALE_TERM, WRONG_RUN, VERSION_UNAVAILABLE (the fleet never committed it), VERSION_CONFLICT (the fleet
+        committed it with other content).
+        """
+
+    @_abc_1.abstractmethod
+    def RetireCheckpoint(
+        self,
+        request: _fleet_pb2.RetireCheckpointRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.RetireCheckpointResponse, _abc.Awaitable[_fleet_pb2.RetireCheckpointResponse]]:
+        """Tell that a checkpoint is about to be deleted. Idempotent.
+
+        Errors: STALE_TERM, WRONG_RUN.
         """
 
     @_abc_1.abstractmethod

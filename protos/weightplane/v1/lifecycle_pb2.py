@@ -27,7 +27,7 @@ from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/lifecycle.proto\x12\x0eweightplane.v1\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\x80\x01\n\x16PauseGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"G\n\x17PauseGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x81\x01\n\x17ResumeGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"H\n\x18ResumeGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"-\n\x10GetStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"/\n\x12WatchStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus2\x82\x03\n\tLifecycle\x12\x62\n\x0fPauseGeneration\x12&.weightplane.v1.PauseGenerationRequest\x1a\'.weightplane.v1.PauseGenerationResponse\x12\x65\n\x10ResumeGeneration\x12\'.weightplane.v1.ResumeGenerationRequest\x1a(.weightplane.v1.ResumeGenerationResponse\x12P\n\tGetStatus\x12 .weightplane.v1.GetStatusRequest\x1a!.weightplane.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".weightplane.v1.WatchStatusRequest\x1a#.weightplane.v1.WatchStatusResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/lifecycle.proto\x12\x0eweightplane.v1\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\x80\x01\n\x16PauseGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"G\n\x17PauseGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x81\x01\n\x17ResumeGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"H\n\x18ResumeGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"-\n\x10GetStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"/\n\x12WatchStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x91\x01\n\x0cSleepRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x19\n\x05level\x18\x04 \x01(\x05\x42\n\x8a\xe8\x18\x06\x08\x01\x10\x01\x18\x02\"=\n\rSleepResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x89\x01\n\rWakeUpRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x10\n\x08kv_cache\x18\x04 \x01(\x08\">\n\x0eWakeUpResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"v\n\x0c\x44rainRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"=\n\rDrainResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus2\xd7\x04\n\tLifecycle\x12\x62\n\x0fPauseGeneration\x12&.weightplane.v1.PauseGenerationRequest\x1a\'.weightplane.v1.PauseGenerationResponse\x12\x44\n\x05Sleep\x12\x1c.weightplane.v1.SleepRequest\x1a\x1d.weightplane.v1.SleepResponse\x12G\n\x06WakeUp\x12\x1d.weightplane.v1.WakeUpRequest\x1a\x1e.weightplane.v1.WakeUpResponse\x12\x44\n\x05\x44rain\x12\x1c.weightplane.v1.DrainRequest\x1a\x1d.weightplane.v1.DrainResponse\x12\x65\n\x10ResumeGeneration\x12\'.weightplane.v1.ResumeGenerationRequest\x1a(.weightplane.v1.ResumeGenerationResponse\x12P\n\tGetStatus\x12 .weightplane.v1.GetStatusRequest\x1a!.weightplane.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".weightplane.v1.WatchStatusRequest\x1a#.weightplane.v1.WatchStatusResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -50,6 +50,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETSTATUSREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
   _globals['_WATCHSTATUSREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_WATCHSTATUSREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_SLEEPREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_SLEEPREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_SLEEPREQUEST'].fields_by_name['engine']._loaded_options = None
+  _globals['_SLEEPREQUEST'].fields_by_name['engine']._serialized_options = b'\212\350\030\002\010\001'
+  _globals['_SLEEPREQUEST'].fields_by_name['owner']._loaded_options = None
+  _globals['_SLEEPREQUEST'].fields_by_name['owner']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_SLEEPREQUEST'].fields_by_name['level']._loaded_options = None
+  _globals['_SLEEPREQUEST'].fields_by_name['level']._serialized_options = b'\212\350\030\006\010\001\020\001\030\002'
+  _globals['_WAKEUPREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_WAKEUPREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_WAKEUPREQUEST'].fields_by_name['engine']._loaded_options = None
+  _globals['_WAKEUPREQUEST'].fields_by_name['engine']._serialized_options = b'\212\350\030\002\010\001'
+  _globals['_WAKEUPREQUEST'].fields_by_name['owner']._loaded_options = None
+  _globals['_WAKEUPREQUEST'].fields_by_name['owner']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_DRAINREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_DRAINREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_DRAINREQUEST'].fields_by_name['engine']._loaded_options = None
+  _globals['_DRAINREQUEST'].fields_by_name['engine']._serialized_options = b'\212\350\030\002\010\001'
+  _globals['_DRAINREQUEST'].fields_by_name['owner']._loaded_options = None
+  _globals['_DRAINREQUEST'].fields_by_name['owner']._serialized_options = b'\212\350\030\005\010\001(\200\001'
   _globals['_PAUSEGENERATIONREQUEST']._serialized_start=138
   _globals['_PAUSEGENERATIONREQUEST']._serialized_end=266
   _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=268
@@ -66,6 +86,18 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WATCHSTATUSREQUEST']._serialized_end=708
   _globals['_WATCHSTATUSRESPONSE']._serialized_start=710
   _globals['_WATCHSTATUSRESPONSE']._serialized_end=777
-  _globals['_LIFECYCLE']._serialized_start=780
-  _globals['_LIFECYCLE']._serialized_end=1166
+  _globals['_SLEEPREQUEST']._serialized_start=780
+  _globals['_SLEEPREQUEST']._serialized_end=925
+  _globals['_SLEEPRESPONSE']._serialized_start=927
+  _globals['_SLEEPRESPONSE']._serialized_end=988
+  _globals['_WAKEUPREQUEST']._serialized_start=991
+  _globals['_WAKEUPREQUEST']._serialized_end=1128
+  _globals['_WAKEUPRESPONSE']._serialized_start=1130
+  _globals['_WAKEUPRESPONSE']._serialized_end=1192
+  _globals['_DRAINREQUEST']._serialized_start=1194
+  _globals['_DRAINREQUEST']._serialized_end=1312
+  _globals['_DRAINRESPONSE']._serialized_start=1314
+  _globals['_DRAINRESPONSE']._serialized_end=1375
+  _globals['_LIFECYCLE']._serialized_start=1378
+  _globals['_LIFECYCLE']._serialized_end=1977
 # @@protoc_insertion_point(module_scope)

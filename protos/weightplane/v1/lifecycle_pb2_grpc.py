@@ -40,6 +40,21 @@ class LifecycleStub:
                 request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.PauseGenerationRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.PauseGenerationResponse.FromString,
                 _registered_method=True)
+        self.Sleep = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/Sleep',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.SleepRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.SleepResponse.FromString,
+                _registered_method=True)
+        self.WakeUp = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/WakeUp',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.WakeUpRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.WakeUpResponse.FromString,
+                _registered_method=True)
+        self.Drain = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/Drain',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.DrainRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.DrainResponse.FromString,
+                _registered_method=True)
         self.ResumeGeneration = channel.unary_unary(
                 '/weightplane.v1.Lifecycle/ResumeGeneration',
                 request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationRequest.SerializeToString,
@@ -71,8 +86,42 @@ class LifecycleServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Sleep(self, request, context):
+        """Free the engine's devices: keep the gate shut and drop the KV cache; level 1 keeps the weights aside, level 2
+        drops them, and with them the version.
+
+        Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
+        Idempotent. Returns when the devices are free.
+        Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+        is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WakeUp(self, request, context):
+        """Take the devices again. Without `kv_cache` only the weights' memory.
+
+        Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+        Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Drain(self, request, context):
+        """Take nothing new: no updates (ENGINE_DRAINING), no requests; those in the engine go on to their end. An update
+        that did not commit yet ends. The engine may be stopped when `live_requests` is 0.
+
+        Effects: adds the hold (DRAINING, owner), which its ResumeGeneration ends. Idempotent.
+        Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ResumeGeneration(self, request, context):
-        """End one's own hold. The gate opens when the last hold is gone and the applied version is served; an
+        """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
         operator's resume in mid-install opens nothing.
 
         Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
@@ -106,6 +155,21 @@ def add_LifecycleServicer_to_server(servicer, server):
                     servicer.PauseGeneration,
                     request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.PauseGenerationRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.PauseGenerationResponse.SerializeToString,
+            ),
+            'Sleep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Sleep,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.SleepRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.SleepResponse.SerializeToString,
+            ),
+            'WakeUp': grpc.unary_unary_rpc_method_handler(
+                    servicer.WakeUp,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.WakeUpRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.WakeUpResponse.SerializeToString,
+            ),
+            'Drain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Drain,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.DrainRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.DrainResponse.SerializeToString,
             ),
             'ResumeGeneration': grpc.unary_unary_rpc_method_handler(
                     servicer.ResumeGeneration,
@@ -151,6 +215,87 @@ class Lifecycle:
             '/weightplane.v1.Lifecycle/PauseGeneration',
             weightplane_dot_v1_dot_lifecycle__pb2.PauseGenerationRequest.SerializeToString,
             weightplane_dot_v1_dot_lifecycle__pb2.PauseGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Sleep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/Sleep',
+            weightplane_dot_v1_dot_lifecycle__pb2.SleepRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.SleepResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WakeUp(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/WakeUp',
+            weightplane_dot_v1_dot_lifecycle__pb2.WakeUpRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.WakeUpResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Drain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/Drain',
+            weightplane_dot_v1_dot_lifecycle__pb2.DrainRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.DrainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -39,8 +39,30 @@ class LifecycleStub:
     Effects: adds the hold (OPERATOR, owner). Idempotent. Also while an update runs: the update ends as it would.
     Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
+    Sleep: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.SleepRequest, _lifecycle_pb2.SleepResponse]
+    """Free the engine's devices: keep the gate shut and drop the KV cache; level 1 keeps the weights aside, level 2
+    drops them, and with them the version.
+
+    Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
+    Idempotent. Returns when the devices are free.
+    Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+    is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+    """
+    WakeUp: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.WakeUpRequest, _lifecycle_pb2.WakeUpResponse]
+    """Take the devices again. Without `kv_cache` only the weights' memory.
+
+    Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+    Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+    """
+    Drain: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]
+    """Take nothing new: no updates (ENGINE_DRAINING), no requests; those in the engine go on to their end. An update
+    that did not commit yet ends. The engine may be stopped when `live_requests` is 0.
+
+    Effects: adds the hold (DRAINING, owner), which its ResumeGeneration ends. Idempotent.
+    Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+    """
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.ResumeGenerationRequest, _lifecycle_pb2.ResumeGenerationResponse]
-    """End one's own hold. The gate opens when the last hold is gone and the applied version is served; an
+    """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
     operator's resume in mid-install opens nothing.
 
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
@@ -67,8 +89,30 @@ class LifecycleAsyncStub(LifecycleStub):
     Effects: adds the hold (OPERATOR, owner). Idempotent. Also while an update runs: the update ends as it would.
     Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
+    Sleep: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.SleepRequest, _lifecycle_pb2.SleepResponse]  # type: ignore[assignment]
+    """Free the engine's devices: keep the gate shut and drop the KV cache; level 1 keeps the weights aside, level 2
+    drops them, and with them the version.
+
+    Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
+    Idempotent. Returns when the devices are free.
+    Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+    is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+    """
+    WakeUp: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.WakeUpRequest, _lifecycle_pb2.WakeUpResponse]  # type: ignore[assignment]
+    """Take the devices again. Without `kv_cache` only the weights' memory.
+
+    Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+    Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+    """
+    Drain: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]  # type: ignore[assignment]
+    """Take nothing new: no updates (ENGINE_DRAINING), no requests; those in the engine go on to their end. An update
+    that did not commit yet ends. The engine may be stopped when `live_requests` is 0.
+
+    Effects: adds the hold (DRAINING, owner), which its ResumeGeneration ends. Idempotent.
+    Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+    """
     ResumeGeneration: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.ResumeGenerationRequest, _lifecycle_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """End one's own hold. The gate opens when the last hold is gone and the applied version is served; an
+    """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
     operator's resume in mid-install opens nothing.
 
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
@@ -100,12 +144,52 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def Sleep(
+        self,
+        request: _lifecycle_pb2.SleepRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lifecycle_pb2.SleepResponse, _abc.Awaitable[_lifecycle_pb2.SleepResponse]]:
+        """Free the engine's devices: keep the gate shut and drop the KV cache; level 1 keeps the weights aside, level 2
+        drops them, and with them the version.
+
+        Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
+        Idempotent. Returns when the devices are free.
+        Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+        is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+        """
+
+    @_abc_1.abstractmethod
+    def WakeUp(
+        self,
+        request: _lifecycle_pb2.WakeUpRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lifecycle_pb2.WakeUpResponse, _abc.Awaitable[_lifecycle_pb2.WakeUpResponse]]:
+        """Take the devices again. Without `kv_cache` only the weights' memory.
+
+        Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+        Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+        """
+
+    @_abc_1.abstractmethod
+    def Drain(
+        self,
+        request: _lifecycle_pb2.DrainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lifecycle_pb2.DrainResponse, _abc.Awaitable[_lifecycle_pb2.DrainResponse]]:
+        """Take nothing new: no updates (ENGINE_DRAINING), no requests; those in the engine go on to their end. An update
+        that did not commit yet ends. The engine may be stopped when `live_requests` is 0.
+
+        Effects: adds the hold (DRAINING, owner), which its ResumeGeneration ends. Idempotent.
+        Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+        """
+
+    @_abc_1.abstractmethod
     def ResumeGeneration(
         self,
         request: _lifecycle_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lifecycle_pb2.ResumeGenerationResponse, _abc.Awaitable[_lifecycle_pb2.ResumeGenerationResponse]]:
-        """End one's own hold. The gate opens when the last hold is gone and the applied version is served; an
+        """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
         operator's resume in mid-install opens nothing.
 
         Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).

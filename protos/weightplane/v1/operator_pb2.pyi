@@ -10,6 +10,7 @@ from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from weightplane.v1 import engine_pb2 as _engine_pb2
 from weightplane.v1 import fleet_pb2 as _fleet_pb2
+from weightplane.v1 import version_pb2 as _version_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -20,6 +21,126 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class RollbackRequest(_message.Message):
+    """Asks for a rollback."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    model: _builtins.str
+    """The model."""
+    number: _builtins.int
+    """Number of the version to bring back."""
+    request_id: _builtins.str
+    """Makes a repeat recognisable."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        number: _builtins.int = ...,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "number", b"number", "request_id", b"request_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackRequest: _TypeAlias = RollbackRequest  # noqa: Y015
+
+@_typing.final
+class RollbackResponse(_message.Message):
+    """The update that does it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    RESTORES_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """Its id, for WatchUpdate."""
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """The new version."""
+
+    @_builtins.property
+    def restores(self) -> _version_pb2.WeightVersion:
+        """The version whose weights it brings back."""
+
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        version: _version_pb2.WeightVersion | None = ...,
+        restores: _version_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["restores", b"restores", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["restores", b"restores", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RollbackResponse: _TypeAlias = RollbackResponse  # noqa: Y015
+
+@_typing.final
+class AcceptLedgerRequest(_message.Message):
+    """Accepts the ledger."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ACCEPTED_BY_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    accepted_by: _builtins.str
+    """Who does; it is written into the ledger."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        accepted_by: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_by", b"accepted_by", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptLedgerRequest: _TypeAlias = AcceptLedgerRequest  # noqa: Y015
+
+@_typing.final
+class AcceptLedgerResponse(_message.Message):
+    """From where on it goes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    COORDINATOR_TERM_FIELD_NUMBER: _builtins.int
+    NEXT_NUMBER_FIELD_NUMBER: _builtins.int
+    coordinator_term: _builtins.int
+    """The coordinator's term now."""
+    next_number: _builtins.int
+    """The next version's number."""
+    def __init__(
+        self,
+        *,
+        coordinator_term: _builtins.int = ...,
+        next_number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_term", b"coordinator_term", "next_number", b"next_number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AcceptLedgerResponse: _TypeAlias = AcceptLedgerResponse  # noqa: Y015
 
 @_typing.final
 class GetFleetRequest(_message.Message):
@@ -126,12 +247,16 @@ class FleetView(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     TRAINERS_FIELD_NUMBER: _builtins.int
     UPDATES_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    LEDGER_REGRESSED_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     coordinator_term: _builtins.int
     """The coordinator's term."""
     recovering: _builtins.bool
     """Whether it still waits for reports after a restart."""
+    ledger_regressed: _builtins.str
+    """Why nothing is decided, when agents know more than the ledger (LEDGER_REGRESSED)."""
     @_builtins.property
     def state(self) -> _fleet_pb2.FleetState:
         """Models: what is served, who may write."""
@@ -148,6 +273,10 @@ class FleetView(_message.Message):
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.UpdateState]:
         """Recent updates, newest first."""
 
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.Checkpoint]:
+        """What the coordinator can bring by itself, newest first."""
+
     def __init__(
         self,
         *,
@@ -158,10 +287,12 @@ class FleetView(_message.Message):
         engines: _abc.Iterable[Global___EngineView] | None = ...,
         trainers: _abc.Iterable[Global___TrainerView] | None = ...,
         updates: _abc.Iterable[_fleet_pb2.UpdateState] | None = ...,
+        checkpoints: _abc.Iterable[_fleet_pb2.Checkpoint] | None = ...,
+        ledger_regressed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_term", b"coordinator_term", "engines", b"engines", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "ledger_regressed", b"ledger_regressed", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -179,12 +310,23 @@ class EngineView(_message.Message):
     ROUTABLE_FIELD_NUMBER: _builtins.int
     ENDPOINT_FIELD_NUMBER: _builtins.int
     DEVICE_UUIDS_FIELD_NUMBER: _builtins.int
+    DESIRED_FIELD_NUMBER: _builtins.int
+    CONDITIONS_FIELD_NUMBER: _builtins.int
+    GROUP_FIELD_NUMBER: _builtins.int
+    UNIT_FIELD_NUMBER: _builtins.int
+    CATCH_UP_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
     """Whether rollout clients are sent to it."""
     endpoint: _builtins.str
     """Where its services are."""
+    group: _builtins.str
+    """What `min_engines` counts it under."""
+    unit: _builtins.str
+    """The unit that it serves with; empty: alone."""
+    catch_up: _builtins.str
+    """Brought up to date from a checkpoint now: the update's id."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its last report. `known` tells whether that is still current."""
@@ -197,6 +339,14 @@ class EngineView(_message.Message):
     def device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Its devices."""
 
+    @_builtins.property
+    def desired(self) -> _version_pb2.WeightVersion:
+        """The version that the fleet wants it to hold. Beside `status.applied` and `status.refused`."""
+
+    @_builtins.property
+    def conditions(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.Condition]:
+        """What is true of it, as the coordinator knows."""
+
     def __init__(
         self,
         *,
@@ -206,10 +356,15 @@ class EngineView(_message.Message):
         routable: _builtins.bool = ...,
         endpoint: _builtins.str = ...,
         device_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        desired: _version_pb2.WeightVersion | None = ...,
+        conditions: _abc.Iterable[_engine_pb2.Condition] | None = ...,
+        group: _builtins.str = ...,
+        unit: _builtins.str = ...,
+        catch_up: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["report_time", b"report_time", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuids", b"device_uuids", "endpoint", b"endpoint", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

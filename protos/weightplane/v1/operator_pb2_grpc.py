@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class OperatorStub:
-    """Served by the coordinator; called by the CLI, the page and grpcurl. Reads only.
+    """Served by the coordinator; called by the CLI, the page and grpcurl.
     """
 
     def __init__(self, channel):
@@ -45,10 +45,20 @@ class OperatorStub:
                 request_serializer=weightplane_dot_v1_dot_operator__pb2.WatchFleetRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_operator__pb2.WatchFleetResponse.FromString,
                 _registered_method=True)
+        self.Rollback = channel.unary_unary(
+                '/weightplane.v1.Operator/Rollback',
+                request_serializer=weightplane_dot_v1_dot_operator__pb2.RollbackRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_operator__pb2.RollbackResponse.FromString,
+                _registered_method=True)
+        self.AcceptLedger = channel.unary_unary(
+                '/weightplane.v1.Operator/AcceptLedger',
+                request_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
-    """Served by the coordinator; called by the CLI, the page and grpcurl. Reads only.
+    """Served by the coordinator; called by the CLI, the page and grpcurl.
     """
 
     def GetFleet(self, request, context):
@@ -69,6 +79,28 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Rollback(self, request, context):
+        """Bring an earlier version's weights back, as a new and higher number (INV-5): from its checkpoint, by the
+        coordinator, to every engine. Watch it with Fleet.WatchUpdate. The trainer's next push follows as usual.
+
+        Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
+        COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AcceptLedger(self, request, context):
+        """Take a ledger as it is that turned out to be an older copy (LEDGER_REGRESSED). Nothing up to the numbers and terms
+        that agents told of is ever given again; what the lost part of the ledger served is not served any more, until
+        the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
+
+        Idempotent. Errors: WRONG_RUN.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -82,6 +114,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     request_deserializer=weightplane_dot_v1_dot_operator__pb2.WatchFleetRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_operator__pb2.WatchFleetResponse.SerializeToString,
             ),
+            'Rollback': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rollback,
+                    request_deserializer=weightplane_dot_v1_dot_operator__pb2.RollbackRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_operator__pb2.RollbackResponse.SerializeToString,
+            ),
+            'AcceptLedger': grpc.unary_unary_rpc_method_handler(
+                    servicer.AcceptLedger,
+                    request_deserializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'weightplane.v1.Operator', rpc_method_handlers)
@@ -91,7 +133,7 @@ def add_OperatorServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Operator:
-    """Served by the coordinator; called by the CLI, the page and grpcurl. Reads only.
+    """Served by the coordinator; called by the CLI, the page and grpcurl.
     """
 
     @staticmethod
@@ -138,6 +180,60 @@ class Operator:
             '/weightplane.v1.Operator/WatchFleet',
             weightplane_dot_v1_dot_operator__pb2.WatchFleetRequest.SerializeToString,
             weightplane_dot_v1_dot_operator__pb2.WatchFleetResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rollback(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Operator/Rollback',
+            weightplane_dot_v1_dot_operator__pb2.RollbackRequest.SerializeToString,
+            weightplane_dot_v1_dot_operator__pb2.RollbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AcceptLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Operator/AcceptLedger',
+            weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
+            weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

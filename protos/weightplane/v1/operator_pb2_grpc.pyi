@@ -27,7 +27,7 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class OperatorStub:
-    """Served by the coordinator; called by the CLI, the page and grpcurl. Reads only."""
+    """Served by the coordinator; called by the CLI, the page and grpcurl."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -43,10 +43,24 @@ class OperatorStub:
 
     Errors: WRONG_RUN (FAILED_PRECONDITION).
     """
+    Rollback: _grpc.UnaryUnaryMultiCallable[_operator_pb2.RollbackRequest, _operator_pb2.RollbackResponse]
+    """Bring an earlier version's weights back, as a new and higher number (INV-5): from its checkpoint, by the
+    coordinator, to every engine. Watch it with Fleet.WatchUpdate. The trainer's next push follows as usual.
+
+    Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
+    COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+    """
+    AcceptLedger: _grpc.UnaryUnaryMultiCallable[_operator_pb2.AcceptLedgerRequest, _operator_pb2.AcceptLedgerResponse]
+    """Take a ledger as it is that turned out to be an older copy (LEDGER_REGRESSED). Nothing up to the numbers and terms
+    that agents told of is ever given again; what the lost part of the ledger served is not served any more, until
+    the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
+
+    Idempotent. Errors: WRONG_RUN.
+    """
 
 @_typing.type_check_only
 class OperatorAsyncStub(OperatorStub):
-    """Served by the coordinator; called by the CLI, the page and grpcurl. Reads only."""
+    """Served by the coordinator; called by the CLI, the page and grpcurl."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetFleet: _aio.UnaryUnaryMultiCallable[_operator_pb2.GetFleetRequest, _operator_pb2.GetFleetResponse]  # type: ignore[assignment]
@@ -59,9 +73,23 @@ class OperatorAsyncStub(OperatorStub):
 
     Errors: WRONG_RUN (FAILED_PRECONDITION).
     """
+    Rollback: _aio.UnaryUnaryMultiCallable[_operator_pb2.RollbackRequest, _operator_pb2.RollbackResponse]  # type: ignore[assignment]
+    """Bring an earlier version's weights back, as a new and higher number (INV-5): from its checkpoint, by the
+    coordinator, to every engine. Watch it with Fleet.WatchUpdate. The trainer's next push follows as usual.
+
+    Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
+    COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+    """
+    AcceptLedger: _aio.UnaryUnaryMultiCallable[_operator_pb2.AcceptLedgerRequest, _operator_pb2.AcceptLedgerResponse]  # type: ignore[assignment]
+    """Take a ledger as it is that turned out to be an older copy (LEDGER_REGRESSED). Nothing up to the numbers and terms
+    that agents told of is ever given again; what the lost part of the ledger served is not served any more, until
+    the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
+
+    Idempotent. Errors: WRONG_RUN.
+    """
 
 class OperatorServicer(metaclass=_abc_1.ABCMeta):
-    """Served by the coordinator; called by the CLI, the page and grpcurl. Reads only."""
+    """Served by the coordinator; called by the CLI, the page and grpcurl."""
 
     @_abc_1.abstractmethod
     def GetFleet(
@@ -83,6 +111,32 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
         """The fleet, now and at each change, until the caller leaves.
 
         Errors: WRONG_RUN (FAILED_PRECONDITION).
+        """
+
+    @_abc_1.abstractmethod
+    def Rollback(
+        self,
+        request: _operator_pb2.RollbackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.RollbackResponse, _abc.Awaitable[_operator_pb2.RollbackResponse]]:
+        """Bring an earlier version's weights back, as a new and higher number (INV-5): from its checkpoint, by the
+        coordinator, to every engine. Watch it with Fleet.WatchUpdate. The trainer's next push follows as usual.
+
+        Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
+        COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+        """
+
+    @_abc_1.abstractmethod
+    def AcceptLedger(
+        self,
+        request: _operator_pb2.AcceptLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.AcceptLedgerResponse, _abc.Awaitable[_operator_pb2.AcceptLedgerResponse]]:
+        """Take a ledger as it is that turned out to be an older copy (LEDGER_REGRESSED). Nothing up to the numbers and terms
+        that agents told of is ever given again; what the lost part of the ledger served is not served any more, until
+        the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
+
+        Idempotent. Errors: WRONG_RUN.
         """
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

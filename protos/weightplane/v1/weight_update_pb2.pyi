@@ -22,6 +22,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _UpdateWriter:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpdateWriterEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpdateWriter.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPDATE_WRITER_UNSPECIFIED: _UpdateWriter.ValueType  # 0
+    """As TRAINER."""
+    UPDATE_WRITER_TRAINER: _UpdateWriter.ValueType  # 1
+    """A slot's leader, under the term of its trainer's lease."""
+    UPDATE_WRITER_COORDINATOR: _UpdateWriter.ValueType  # 2
+    """The coordinator, under its own term: a served version, or a rollback, from a checkpoint."""
+
+class UpdateWriter(_UpdateWriter, metaclass=_UpdateWriterEnumTypeWrapper):
+    """Who writes."""
+
+UPDATE_WRITER_UNSPECIFIED: UpdateWriter.ValueType  # 0
+"""As TRAINER."""
+UPDATE_WRITER_TRAINER: UpdateWriter.ValueType  # 1
+"""A slot's leader, under the term of its trainer's lease."""
+UPDATE_WRITER_COORDINATOR: UpdateWriter.ValueType  # 2
+"""The coordinator, under its own term: a served version, or a rollback, from a checkpoint."""
+Global___UpdateWriter: _TypeAlias = UpdateWriter  # noqa: Y015
+
 class _Transport:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -34,6 +58,8 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     """Ranges of shared-memory segments that the slot's ranks export; same host."""
     TRANSPORT_INLINE: _Transport.ValueType  # 2
     """Bytes inside the stream's messages."""
+    TRANSPORT_CHECKPOINT: _Transport.ValueType  # 3
+    """A directory of safetensors files that the agent reads itself."""
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
     """How bytes reach an engine."""
@@ -44,6 +70,8 @@ TRANSPORT_SHARED_MEMORY: Transport.ValueType  # 1
 """Ranges of shared-memory segments that the slot's ranks export; same host."""
 TRANSPORT_INLINE: Transport.ValueType  # 2
 """Bytes inside the stream's messages."""
+TRANSPORT_CHECKPOINT: Transport.ValueType  # 3
+"""A directory of safetensors files that the agent reads itself."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final
@@ -112,6 +140,8 @@ class UpdateOpen(_message.Message):
     MANIFEST_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
     INSTALL_LIMIT_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
@@ -126,6 +156,12 @@ class UpdateOpen(_message.Message):
     """Revision of the plan that this stream belongs to."""
     transport: Global___Transport.ValueType
     """How the bytes come."""
+    writer: Global___UpdateWriter.ValueType
+    """Whose term `writer_term` is."""
+    checkpoint: _builtins.str
+    """With TRANSPORT_CHECKPOINT: the directory that holds the version, relative to the agent's checkpoint root.
+    The agent reads layout and bytes from it; no chunk is sent.
+    """
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
@@ -157,14 +193,44 @@ class UpdateOpen(_message.Message):
         manifest: Global___Manifest | None = ...,
         transport: Global___Transport.ValueType = ...,
         install_limit: _duration_pb2.Duration | None = ...,
+        writer: Global___UpdateWriter.ValueType = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "manifest", b"manifest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "manifest", b"manifest", "model", b"model", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "manifest", b"manifest", "model", b"model", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateOpen: _TypeAlias = UpdateOpen  # noqa: Y015
+
+@_typing.final
+class Base(_message.Message):
+    """The weights that a delta changes."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    content_digest: _builtins.bytes
+    """Its content."""
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """The version that the engine must hold now."""
+
+    def __init__(
+        self,
+        *,
+        version: _version_pb2.WeightVersion | None = ...,
+        content_digest: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content_digest", b"content_digest", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Base: _TypeAlias = Base  # noqa: Y015
 
 @_typing.final
 class Manifest(_message.Message):
@@ -176,6 +242,7 @@ class Manifest(_message.Message):
     TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     layout_digest: _builtins.bytes
     """sha256 of the layout."""
     tensor_count: _builtins.int
@@ -184,6 +251,10 @@ class Manifest(_message.Message):
     """Bytes of all tensors together."""
     step: _builtins.int
     """The trainer's step, for people and samples; never compared."""
+    @_builtins.property
+    def base(self) -> Global___Base:
+        """Present for a delta: what it changes. An engine that holds anything else refuses it (INV-5)."""
+
     def __init__(
         self,
         *,
@@ -191,10 +262,11 @@ class Manifest(_message.Message):
         tensor_count: _builtins.int = ...,
         byte_count: _builtins.int | None = ...,
         step: _builtins.int | None = ...,
+        base: Global___Base | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "byte_count", b"byte_count", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "byte_count", b"byte_count", "layout_digest", b"layout_digest", "step", b"step", "tensor_count", b"tensor_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "layout_digest", b"layout_digest", "step", b"step", "tensor_count", b"tensor_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
     _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015

@@ -1,0 +1,121 @@
+"""The coordinator as a writer: brings a version to one engine from a checkpoint, under its own term (INV-7).
+
+It names a directory and moves no bytes: the engine agent reads them. One task per engine; what comes of it is told to
+the core as `CarryEnded`, and what the engine holds then is the engine's own report's to say (INV-8).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import structlog
+
+from controlplane.coordinator.hub import Hub
+from controlplane.core.errors import DeadlineExceeded, UpdateAborted, WeightplaneError
+from controlplane.core.fleet_events import Carry, CarryEnded
+from controlplane.rpc.channels import open_channel
+from controlplane.rpc.codec import engine_ref, version_to_proto
+from controlplane.rpc.errors import from_rpc_error
+from weightplane.v1 import fleet_pb2, weight_update_pb2, weight_update_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+Request = weight_update_pb2.UpdateWeightsRequest
+
+_GO = (fleet_pb2.UPDATE_PHASE_GO, fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UPDATE_PHASE_DEGRADED)
+
+
+class Carrier:
+    """All carries of one coordinator's life."""
+
+    def __init__(self, hub: Hub, limit_seconds: float) -> None:
+        """`limit_seconds`: longest that one engine may take to read, check and install."""
+        self._hub = hub
+        self._limit = limit_seconds
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, carry: Carry) -> None:
+        task = asyncio.create_task(self._carry(carry))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """End them: an engine that installs goes on by itself, any other keeps what it held."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _carry(self, carry: Carry) -> None:
+        engine_id, error = carry.engine.engine_id, None
+        log.info("carry_began", engine=engine_id, version=str(carry.version), checkpoint=carry.checkpoint.name)
+        try:
+            async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint) as channel:
+                await self._bring(weight_update_pb2_grpc.WeightUpdateStub(channel), carry)
+        except grpc.aio.AioRpcError as broken:
+            error = from_rpc_error(broken)
+        except TimeoutError:
+            error = DeadlineExceeded(phase="carry", waited_for=engine_id, waited_seconds=self._limit)
+        except WeightplaneError as refused:
+            error = refused
+        reason = "NONE" if error is None else error.reason
+        log.info("carry_ended", engine=engine_id, version=str(carry.version), reason=reason, text=str(error or ""))
+        await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))
+
+    async def _bring(self, stub: Any, carry: Carry) -> None:
+        ready = asyncio.Event()
+        call = stub.UpdateWeights(self._frames(carry, ready))
+        try:
+            async for response in call:
+                kind = response.WhichOneof("frame")
+                if kind == "ready":
+                    ready.set()
+                elif kind == "applied":
+                    return
+            raise UpdateAborted(update_id=carry.update_id, cause="the engine ended the stream")
+        finally:
+            call.cancel()
+
+    async def _frames(self, carry: Carry, ready: asyncio.Event) -> AsyncIterator[Request]:
+        """`open`; once the engine read and checked everything, and the fleet goes, `commit` (INV-3)."""
+        yield Request(open=self._open(carry))
+        await ready.wait()
+        if carry.waits_for_go and not await self._goes(carry):
+            yield Request(abort=weight_update_pb2.Abort(version=version_to_proto(carry.version), reason="given up"))
+            return
+        kept = carry.checkpoint
+        commit = weight_update_pb2.Commit(
+            version=version_to_proto(carry.version),
+            chunk_count=kept.file_count,
+            byte_count=kept.byte_count,
+            content_digest=kept.content_digest,
+        )
+        yield Request(commit=commit)
+        await asyncio.Event().wait()  # the answer ends the call
+
+    def _open(self, carry: Carry) -> weight_update_pb2.UpdateOpen:
+        kept = carry.checkpoint
+        manifest = weight_update_pb2.Manifest(
+            layout_digest=kept.layout_digest, tensor_count=kept.tensor_count, byte_count=kept.byte_count
+        )
+        return weight_update_pb2.UpdateOpen(
+            run_id=self._hub.core.settings.run_id,
+            model=kept.model,
+            engine=engine_ref(carry.engine.engine_id, carry.engine.incarnation),
+            update_id=carry.update_id,
+            writer_term=self._hub.core.term,
+            writer=weight_update_pb2.UPDATE_WRITER_COORDINATOR,
+            version=version_to_proto(carry.version),
+            manifest=manifest,
+            transport=weight_update_pb2.TRANSPORT_CHECKPOINT,
+            checkpoint=kept.name,
+        )
+
+    async def _goes(self, carry: Carry) -> bool:
+        """Wait for the fleet's go, and whether it is one."""
+        async for state in self._hub.watch_update(self._hub.core.settings.run_id, carry.update_id):
+            if state.phase != fleet_pb2.UPDATE_PHASE_PREPARING:
+                return state.phase in _GO
+        return False

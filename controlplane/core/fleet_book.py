@@ -1,0 +1,259 @@
+"""What one coordinator knows: engines, trainers, models, updates; and the questions that every decision asks.
+
+Only the functions of the `fleet_*` modules beside it write here, called by `FleetCore.handle`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from controlplane.core import errors as e
+from controlplane.core.conditions import dated, fleet_conditions
+from controlplane.core.engine_state import EngineState, Held
+from controlplane.core.fleet_events import Carry
+from controlplane.core.fleet_records import (
+    REQUEST_ID_SECONDS,
+    EngineRecord,
+    ModelRecord,
+    Recovered,
+    RequestKnown,
+    TrainerRecord,
+)
+from controlplane.core.plan import Transport
+from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
+from controlplane.core.versions import NO_TERM, EngineId, ModelName, RunId, Term, UpdateId, WeightVersion
+
+MAX_UPDATES_KEPT = 64
+"""Decided updates kept in memory for watchers and people; the ledger has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSettings:
+    """Times and limits of a fleet."""
+
+    run_id: RunId
+    """The run that every caller must name."""
+    lease_ttl_seconds: float = 10.0
+    """Silence after which an agent is UNKNOWN and a lease may be taken over."""
+    step_limit_seconds: float = 3600.0
+    """A lease is renewed only while the trainer's step or phase moves within this time."""
+    ready_limit_seconds: float = 300.0
+    """Longest time from begin to go."""
+    go_limit_seconds: float = 120.0
+    """Longest time from go to the last required outcome."""
+    await_limit_seconds: float = 30.0
+    """How long go waits for an engine that is not required and keeps missing updates."""
+    policy: UpdatePolicy = field(default_factory=UpdatePolicy)
+    """What an update needs to go and to commit."""
+    transport: Transport | None = None
+    """Use this transport whatever the plan would choose."""
+    max_carries: int = 4
+    """Engines that the coordinator brings up to date from checkpoints at once."""
+
+
+@dataclass
+class Seen:
+    """The highest that any agent told of: what a ledger must not be below."""
+
+    number: int = 0
+    coordinator_term: Term = NO_TERM
+    terms: dict[ModelName, Term] = field(default_factory=dict)
+
+    def note(self, number: int, coordinator_term: Term, model: ModelName, term: Term) -> None:
+        self.number = max(self.number, number)
+        self.coordinator_term = max(self.coordinator_term, coordinator_term)
+        self.terms[model] = max(self.terms.get(model, NO_TERM), term)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A request for an update that was answered."""
+
+    known: RequestKnown
+    answered_at: float
+
+
+@dataclass
+class CarryTries:
+    """How bringing an engine up to date went so far."""
+
+    failures: int
+    retry_at: float
+
+
+class Book:
+    """The state of a coordinator's life, with its reading."""
+
+    def __init__(self, settings: FleetSettings, recovered: Recovered, now: float) -> None:
+        self.settings = settings
+        self.term = recovered.coordinator_term
+        self.models: dict[ModelName, ModelRecord] = dict(recovered.models)
+        self.engines: dict[EngineId, EngineRecord] = {}
+        self.trainers: dict[ModelName, TrainerRecord] = {}
+        self.updates: dict[UpdateId, UpdateTransaction] = {}
+        self.revision = 0
+        """Of what sessions are told."""
+        self.plan_revision = 0
+        self.next_number = recovered.next_number
+        self.requests = {r.request_id: Request(r, now - r.age_seconds) for r in recovered.requests}
+        self.awaited = {k.engine_id for k in recovered.engines}
+        """Known engines that this life has not heard yet."""
+        self.recovery_ends_at = now + settings.lease_ttl_seconds
+        self.seen = Seen()
+        self.above: dict[str, e.LedgerRegressed] = {}
+        """By agent: what it has seen that the ledger never gave."""
+        self.carries: dict[EngineId, Carry] = {}
+        self.carry_tries: dict[EngineId, CarryTries] = {}
+        self.carries_made = 0
+        self.told: dict[str, tuple[WeightVersion, ...]] = {}
+        """By unit: the served set that its members were told."""
+        self._sessions: dict[int, EngineId] = {}
+        self._has_units = False
+
+    # ---- identity ----
+
+    def check_run(self, run_id: RunId) -> None:
+        if run_id != self.settings.run_id:
+            raise e.WrongRun(expected=self.settings.run_id, got=run_id)
+
+    def check_term(self, model: ModelName, term: Term) -> None:
+        """INV-7: only the present term writes."""
+        current = self.model(model).term
+        if term != current or model not in self.trainers:
+            raise e.StaleTerm(model=model, got=term, current=current)
+
+    def check_recovered(self) -> None:
+        """Raises what keeps this coordinator from deciding anything new."""
+        for regressed in self.above.values():
+            raise regressed
+        if self.awaited:
+            raise e.CoordinatorRecovering(term=self.term, engines=sorted(self.awaited))
+
+    @property
+    def recovering(self) -> bool:
+        """After a restart: some engine that the ledger knows has not reported yet; or an agent has seen what the
+        ledger never gave, so that the ledger is an older copy."""
+        return bool(self.awaited or self.above)
+
+    # ---- engines ----
+
+    def put(self, record: EngineRecord) -> None:
+        """The engine's present life, in its present session."""
+        self.engines[record.place.engine_id] = record
+        self._has_units = self._has_units or bool(record.place.unit)
+        if record.session is not None:
+            self._sessions[record.session] = record.place.engine_id
+
+    def of_session(self, session: int) -> EngineRecord | None:
+        record = self.engines.get(self._sessions.get(session, EngineId("")))
+        return record if record is not None and record.session == session else None
+
+    def silence(self, record: EngineRecord) -> None:
+        """INV-8: silence is UNKNOWN, and UNKNOWN is not routable."""
+        if record.session is not None:
+            self._sessions.pop(record.session, None)
+        record.session, record.gate_open = None, False
+
+    def of_model(self, model: ModelName) -> list[EngineRecord]:
+        return [r for r in self.engines.values() if r.state.model == model]
+
+    def unit(self, record: EngineRecord) -> list[EngineRecord]:
+        """The engines that serve together with this one, itself included."""
+        if not record.place.unit:
+            return [record]
+        return [r for r in self.of_model(record.state.model) if r.place.unit == record.place.unit]
+
+    def routable(self, record: EngineRecord) -> bool:
+        """INV-10: gate open, session alive, and it holds what the fleet serves; and so does its whole unit."""
+        return all(self._open(r) for r in self.unit(record)) and record.state.applied in self.served_for(record)
+
+    def _open(self, record: EngineRecord) -> bool:
+        weights = record.state.weights
+        if record.session is None or not record.gate_open or not isinstance(weights, Held):
+            return False
+        model = self.model(record.state.model)
+        known = model.digests.get(weights.version)
+        return weights.version in model.served and (not known or known == weights.content_digest)
+
+    def served_for(self, record: EngineRecord) -> tuple[WeightVersion, ...]:
+        """What this engine may serve. Of a unit: only what all of its members hold, for it has one gate."""
+        served = self.model(record.state.model).served
+        if not record.place.unit:
+            return served
+        unit = self.unit(record)
+        whole = len(unit) >= record.place.unit_size and all(r.live for r in unit)
+        return tuple(v for v in served if whole and all(r.state.applied == v for r in unit))
+
+    def served_to(self, session: int, model: ModelName) -> tuple[WeightVersion, ...]:
+        """What an agent is told that the fleet serves."""
+        record = self.of_session(session)
+        if record is None or record.state.model != model:
+            return self.model(model).served
+        return self.served_for(record)
+
+    def units_changed(self) -> bool:
+        """Whether some unit's members must be told another served set than they were."""
+        if not self._has_units:
+            return False
+        told = {r.place.unit: self.served_for(r) for r in self.engines.values() if r.place.unit}
+        changed, self.told = told != self.told, told
+        return changed
+
+    def lent(self, record: EngineRecord) -> bool:
+        """A trainer holds its devices: nobody else wakes, heals or restarts it."""
+        trainer = self.trainers.get(record.state.model)
+        if trainer is None or not trainer.holds_devices:
+            return False
+        return any(r.device_uuid in record.place.device_uuids for r in trainer.ranks)
+
+    def date_conditions(self, now: float) -> None:
+        """What is true of each engine, for people, with the time since when."""
+        for record in self.engines.values():
+            known = record.session is not None
+            fresh = fleet_conditions(
+                record.state, frozenset(self.served_for(record)), known=known, routable=self.routable(record)
+            )
+            record.conditions = dated(fresh, record.conditions, now)
+
+    # ---- models and updates ----
+
+    def model(self, name: ModelName) -> ModelRecord:
+        return self.models.setdefault(name, ModelRecord())
+
+    def open_update(self, model: ModelName) -> UpdateTransaction | None:
+        return next((u for u in self.updates.values() if u.model == model and not u.phase.final), None)
+
+    def desired(self, record: EngineRecord) -> WeightVersion | None:
+        """What the fleet wants this engine to hold: the open update's version once it went, else the newest served."""
+        update = self.open_update(record.state.model)
+        if update is not None and update.went_go and record.place.engine_id in update.outcomes:
+            return update.version
+        return max(self.model(record.state.model).served, default=None)
+
+    def holds_served(self, state: EngineState) -> bool:
+        return isinstance(state.weights, Held) and state.weights.version in self.model(state.model).served
+
+    def served_has_holder(self, model: ModelName) -> bool:
+        """Some live engine holds a version that the fleet serves."""
+        return any(r.session is not None and self.holds_served(r.state) for r in self.of_model(model))
+
+    def keep(self, update: UpdateTransaction) -> None:
+        self.updates[update.update_id] = update
+        decided = [u.update_id for u in self.updates.values() if u.phase.final]
+        for update_id in decided[: max(0, len(self.updates) - MAX_UPDATES_KEPT)]:
+            del self.updates[update_id]
+
+    def keep_request(self, request: RequestKnown, now: float) -> None:
+        for old in self._outdated(now):
+            del self.requests[old]
+        self.requests[request.request_id] = Request(request, now)
+
+    def _outdated(self, now: float) -> Iterable[str]:
+        """They are in the order in which they were answered."""
+        out = []
+        for request_id, request in self.requests.items():
+            if now - request.answered_at <= REQUEST_ID_SECONDS:
+                break
+            out.append(request_id)
+        return out

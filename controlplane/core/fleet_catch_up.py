@@ -1,0 +1,130 @@
+"""Catch-up and healing: engines that hold nothing that the fleet serves are brought to it from a checkpoint.
+
+By the coordinator, under its own term, also where the served version is of an older trainer's (INV-7). Never while an
+update is open, never on devices that a trainer holds; and without a checkpoint the next push does it.
+"""
+
+from __future__ import annotations
+
+from controlplane.core import errors as e
+from controlplane.core.engine_state import Activity
+from controlplane.core.fleet_book import Book, CarryTries
+from controlplane.core.fleet_events import (
+    Carry,
+    CarryEnded,
+    CheckpointPublished,
+    CheckpointRetired,
+    Effect,
+    Save,
+    StartCarry,
+    ViewChanged,
+)
+from controlplane.core.fleet_records import CheckpointGone, CheckpointKept, EngineRecord
+from controlplane.core.versions import EngineId, ModelName, UpdateId
+
+MAX_CHECKPOINTS = 16
+"""Of one model, known at once; the oldest that are not served are forgotten first."""
+RETRY_SECONDS = (1.0, 60.0)
+"""First and longest pause before an engine is tried again; doubled in between."""
+
+
+def catch_up(book: Book, model: ModelName, now: float) -> list[Effect]:
+    """Start what can be started now."""
+    served = [v for v in book.model(model).served if v.number in book.model(model).checkpoints]
+    if not served or book.recovering or book.open_update(model) is not None:
+        return []
+    checkpoint = book.model(model).checkpoints[max(served).number]
+    effects: list[Effect] = []
+    for record in sorted(book.of_model(model), key=lambda r: r.place.engine_id):
+        if len(book.carries) >= book.settings.max_carries:
+            break
+        if _needs_it(book, record, checkpoint, now):
+            effects.append(StartCarry(_carry(book, record, checkpoint)))
+    return [*effects, ViewChanged()] if effects else []
+
+
+def _needs_it(book: Book, record: EngineRecord, checkpoint: CheckpointKept, now: float) -> bool:
+    """It could take updates, holds nothing served, nothing is on its way to it, and INV-5 lets it be given this."""
+    engine_id, applied = record.place.engine_id, record.state.applied
+    tries = book.carry_tries.get(engine_id)
+    return (
+        record.able
+        and not book.lent(record)
+        and not book.holds_served(record.state)
+        and (applied is None or applied.number < checkpoint.version.number)
+        and record.state.activity is Activity.IDLE
+        and engine_id not in book.carries
+        and (tries is None or now >= tries.retry_at)
+    )
+
+
+def _carry(book: Book, record: EngineRecord, checkpoint: CheckpointKept) -> Carry:
+    book.carries_made += 1
+    update_id = UpdateId(f"catch-up-{book.term}-{book.carries_made}")
+    carry = Carry(update_id, record.place, checkpoint.version, checkpoint, waits_for_go=False)
+    book.carries[record.place.engine_id] = carry
+    return carry
+
+
+def ended(book: Book, event: CarryEnded, now: float) -> list[Effect]:
+    """The writer is done. Whether the engine holds anything is its own report's to say (INV-8)."""
+    carry = book.carries.get(event.engine_id)
+    if carry is None or carry.update_id != event.update_id:
+        return []
+    del book.carries[event.engine_id]
+    if event.error is None:
+        book.carry_tries.pop(event.engine_id, None)
+    else:
+        before = book.carry_tries.get(event.engine_id)
+        failures = before.failures + 1 if before is not None else 1
+        pause = min(RETRY_SECONDS[0] * 2 ** (failures - 1), RETRY_SECONDS[1])
+        book.carry_tries[event.engine_id] = CarryTries(failures, now + pause)
+    record = book.engines.get(event.engine_id)
+    return [] if record is None else [ViewChanged(), *catch_up(book, record.state.model, now)]
+
+
+def forget_carry(book: Book, engine_id: EngineId) -> None:
+    """Another life took the engine's place, or it left: what was on its way is nobody's."""
+    book.carries.pop(engine_id, None)
+    book.carry_tries.pop(engine_id, None)
+
+
+def published(book: Book, event: CheckpointPublished, now: float) -> list[Effect]:
+    """A committed version can be brought by the coordinator from now on. Idempotent."""
+    kept = event.checkpoint
+    book.check_run(event.run_id)
+    book.check_term(kept.model, event.term)
+    model = book.model(kept.model)
+    if model.checkpoints.get(kept.version.number) == kept:
+        return []
+    digest = _committed_digest(book, kept)
+    if digest != kept.content_digest:
+        raise e.VersionConflict(version=str(kept.version), expected=digest.hex(), got=kept.content_digest.hex())
+    model.checkpoints[kept.version.number] = kept
+    effects: list[Effect] = [Save(kept)]
+    served = {v.number for v in model.served}
+    for number in sorted(model.checkpoints.keys() - served)[: max(len(model.checkpoints) - MAX_CHECKPOINTS, 0)]:
+        del model.checkpoints[number]
+        effects.append(Save(CheckpointGone(kept.model, number)))
+    return [*effects, ViewChanged(), *catch_up(book, kept.model, now)]
+
+
+def _committed_digest(book: Book, kept: CheckpointKept) -> bytes:
+    """Content of that version as engines reported it. Raises VersionUnavailable: the fleet never committed it."""
+    digest = book.model(kept.model).digests.get(kept.version)
+    if digest:
+        return digest
+    for update in book.updates.values():
+        if update.version == kept.version and update.committed and update.content_digest:
+            return update.content_digest
+    applied = ", ".join(map(str, book.model(kept.model).served)) or "unset"
+    raise e.VersionUnavailable(wanted=str(kept.version), applied=applied)
+
+
+def retired(book: Book, event: CheckpointRetired, now: float) -> list[Effect]:
+    """Told before it is deleted. Idempotent."""
+    book.check_run(event.run_id)
+    book.check_term(event.model, event.term)
+    if book.model(event.model).checkpoints.pop(event.number, None) is None:
+        return []
+    return [Save(CheckpointGone(event.model, event.number)), ViewChanged()]

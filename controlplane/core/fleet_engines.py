@@ -1,0 +1,134 @@
+"""Engines as they say they are: hellos, reports, silence, goodbyes (INV-8)."""
+
+from __future__ import annotations
+
+from controlplane.core import errors as e
+from controlplane.core.engine_state import EngineState, Held
+from controlplane.core.fleet_book import Book
+from controlplane.core.fleet_catch_up import catch_up, forget_carry
+from controlplane.core.fleet_events import (
+    BroadcastState,
+    CloseSession,
+    Effect,
+    EngineConnected,
+    EngineReported,
+    Save,
+    ViewChanged,
+    Welcome,
+)
+from controlplane.core.fleet_records import EngineForgotten, EngineKnown, EngineRecord, FrozenServed
+from controlplane.core.fleet_recovery import note_engine
+from controlplane.core.fleet_updates import advance
+from controlplane.core.plan import check_fit
+from controlplane.core.versions import FROZEN, NO_TERM
+
+
+def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
+    """A hello. The latest one of an engine is its life."""
+    book.check_run(event.state.run_id)
+    trainer = book.trainers.get(event.state.model)
+    if trainer is not None and trainer.session is not None:
+        check_fit(event.place, trainer.ranks)
+    _check_frozen(book, event.state)
+    fenced = note_engine(book, event)
+    if fenced is not None:  # the engine obeys a later coordinator than this one
+        return [CloseSession(event.session, fenced), ViewChanged()]
+    frozen = _serve_frozen(book, event.state)
+    engine_id = event.place.engine_id
+    old = book.engines.get(engine_id)
+    effects: list[Effect] = []
+    if old is None:
+        effects.append(Save(EngineKnown(engine_id, event.state.model)))
+    elif old.session is not None:
+        effects.append(CloseSession(old.session, _why_replaced(old.state, event.state)))
+    if old is not None and old.state.incarnation != event.state.incarnation:
+        forget_carry(book, engine_id)
+    record = EngineRecord(
+        event.place, event.state, event.session, now, event.capabilities, event.gate_open, event.refused
+    )
+    book.put(record)
+    book.awaited.discard(engine_id)
+    return [*effects, *frozen, Welcome(event.session, NO_TERM), *_after_report(book, record, now)]
+
+
+def _check_frozen(book: Book, state: EngineState) -> None:
+    """A model is trained, or served as it was loaded: never both. Its engines loaded the same."""
+    model = book.model(state.model)
+    if state.frozen and (model.term or (model.served and not model.frozen)):
+        problem = f"for {state.engine_id}, but a trainer was given term {model.term}"
+        raise e.ModelFrozen(model=state.model, problem=problem)
+    if model.frozen and not state.frozen:
+        raise e.ModelFrozen(model=state.model, problem=f"nobody would bring {state.engine_id} any weights")
+    if model.frozen and isinstance(state.weights, Held):
+        expected, got = model.digests[FROZEN], state.weights.content_digest
+        if expected != got:
+            raise e.VersionConflict(version=str(FROZEN), expected=expected.hex(), got=got.hex())
+
+
+def _serve_frozen(book: Book, state: EngineState) -> list[Effect]:
+    """The first engine of a frozen model says what its content is."""
+    model = book.model(state.model)
+    if model.frozen or not state.frozen or not isinstance(state.weights, Held):
+        return []
+    model.served, model.digests = (FROZEN,), {FROZEN: state.weights.content_digest}
+    book.revision += 1
+    return [Save(FrozenServed(state.model, state.weights.content_digest)), BroadcastState()]
+
+
+def _why_replaced(old: EngineState, new: EngineState) -> e.WeightplaneError:
+    """L2: another life took its place, which the old one must hear. The same life on a new connection loses nothing
+    but the old connection."""
+    if old.incarnation == new.incarnation:
+        return e.PeerLost(peer=old.engine_id, cause="the same life opened a newer session")
+    return e.WrongIncarnation(engine_id=old.engine_id, expected=new.incarnation, got=old.incarnation)
+
+
+def reported(book: Book, event: EngineReported, now: float) -> list[Effect]:
+    """A status: the newest stands for all before it."""
+    record = book.of_session(event.session)
+    if record is None:
+        return []
+    if event.state.incarnation != record.state.incarnation:
+        raise e.WrongIncarnation(
+            engine_id=record.place.engine_id, expected=record.state.incarnation, got=event.state.incarnation
+        )
+    same = (record.state, record.gate_open) == (event.state, event.gate_open)
+    record.state, record.gate_open, record.reported_at = event.state, event.gate_open, now
+    record.refused = event.refused or record.refused
+    return [] if same else _after_report(book, record, now)
+
+
+def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:
+    if book.holds_served(record.state):
+        record.missed = 0
+    for update in book.updates.values():
+        if not update.phase.final:
+            update.note(record.state)
+    model = record.state.model
+    return [ViewChanged(), *advance(book, model, now), *catch_up(book, model, now)]
+
+
+def ended(book: Book, record: EngineRecord, now: float, *, goodbye: bool) -> list[Effect]:
+    """Its session is over. A goodbye is the end of that engine; else it is UNKNOWN."""
+    engine_id = record.place.engine_id
+    book.silence(record)
+    effects: list[Effect] = [ViewChanged()]
+    if goodbye:
+        del book.engines[engine_id]
+        forget_carry(book, engine_id)
+        effects.append(Save(EngineForgotten(engine_id)))
+        for update in book.updates.values():
+            if not update.phase.final:
+                update.lose(engine_id, "it left")
+    return [*effects, *advance(book, record.state.model, now)]
+
+
+def silence_the_stopped(book: Book, now: float) -> list[Effect]:
+    """A session that is open and says nothing is silence too."""
+    effects: list[Effect] = []
+    for record in book.engines.values():
+        if record.session is not None and now - record.reported_at > book.settings.lease_ttl_seconds:
+            stopped = e.PeerLost(peer=record.place.engine_id, cause="no report within the lease's time")
+            effects.append(CloseSession(record.session, stopped))
+            book.silence(record)
+    return effects

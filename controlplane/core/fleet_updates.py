@@ -1,0 +1,316 @@
+"""The fleet's updates: begin, ready, go, decide (INV-9). Who must take part is fixed at begin."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+from controlplane.core import errors as e
+from controlplane.core.fleet_book import Book
+from controlplane.core.fleet_events import (
+    AbortRequested,
+    BroadcastState,
+    Carry,
+    Effect,
+    RollbackRequested,
+    Save,
+    StartCarry,
+    UpdateChanged,
+    UpdatePlanned,
+    UpdateRequested,
+    ViewChanged,
+)
+from controlplane.core.fleet_records import (
+    EngineAsked,
+    EngineRecord,
+    RequestKnown,
+    UpdateBegan,
+    UpdateDecided,
+    UpdateRolled,
+    UpdateWentGo,
+)
+from controlplane.core.plan import Plan, checkpoint_plan, make_plan
+from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
+
+MISSES_BEFORE_AWAITED = 2
+"""Decisions that a live engine may be too late for before go waits for it: else steps faster than its way to the
+newest version would keep it out for ever."""
+PATIENCE_AFTER_WAITING = 8
+"""Further decisions that one may miss which was waited for in vain."""
+
+# ---- begin --------------------------------------------------------------------------------------
+
+
+def requested(book: Book, event: UpdateRequested, now: float) -> list[Effect]:
+    """A trainer asks for a number and a plan."""
+    book.check_run(event.run_id)
+    book.check_term(event.model, event.term)
+    book.check_recovered()
+    repeated = _repeated(book, event.request_id, event.model, event.layout_digest)
+    if repeated is not None:
+        return [UpdatePlanned(repeated)]
+    _check_alone(book, event.model)
+    trainer = book.trainers[event.model]
+    live, required = _taking_part(book, event.model)
+    if not trainer.ranks:  # a restart knows the lease, but not yet whose devices are whose
+        raise e.CoordinatorRecovering(term=book.term, engines=[f"trainer {trainer.trainer_id}"])
+    plan = make_plan(book.plan_revision, [r.place for r in live], required, trainer.ranks, book.settings.transport)
+    limit = event.ready_limit_seconds or book.settings.ready_limit_seconds
+    update = UpdateTransaction(
+        update_id=event.update_id,
+        request_id=event.request_id,
+        model=event.model,
+        version=WeightVersion(book.next_number, event.term),
+        term=event.term,
+        step=event.step,
+        plan=plan,
+        deadline=now + min(limit, book.settings.ready_limit_seconds),
+        awaits_until=now + book.settings.await_limit_seconds,
+        policy=book.settings.policy,
+        layout_digest=event.layout_digest,
+        byte_count=event.byte_count,
+        outcomes=_outcomes(book, plan),
+    )
+    return _begin(book, update, now)
+
+
+def rollback(book: Book, event: RollbackRequested, now: float) -> list[Effect]:
+    """INV-5: a new, higher number that names what it restores; the coordinator brings it from a checkpoint."""
+    book.check_run(event.run_id)
+    book.check_recovered()
+    model = book.model(event.model)
+    checkpoint = model.checkpoints.get(event.number)
+    if checkpoint is None:
+        raise e.CheckpointUnknown(model=event.model, number=event.number)
+    repeated = _repeated(book, event.request_id, event.model, checkpoint.layout_digest)
+    if repeated is not None:
+        return [UpdatePlanned(repeated)]
+    _check_alone(book, event.model)
+    live, required = _taking_part(book, event.model)
+    plan = checkpoint_plan(book.plan_revision, [r.place for r in live], required)
+    update = UpdateTransaction(
+        update_id=event.update_id,
+        request_id=event.request_id,
+        model=event.model,
+        version=WeightVersion(book.next_number, model.term),
+        term=model.term,
+        step=None,
+        plan=plan,
+        deadline=now + book.settings.ready_limit_seconds,
+        policy=book.settings.policy,
+        layout_digest=checkpoint.layout_digest,
+        byte_count=checkpoint.byte_count,
+        restores=checkpoint.version,
+        outcomes=_outcomes(book, plan),
+    )
+    effects = _begin(book, update, now)
+    for assignment in plan.assignments:
+        carry = Carry(update.update_id, assignment.engine, update.version, checkpoint, waits_for_go=True)
+        book.carries[assignment.engine.engine_id] = carry
+        effects.append(StartCarry(carry))
+    return effects
+
+
+def _repeated(book: Book, request_id: str, model: ModelName, layout_digest: bytes) -> UpdateTransaction | None:
+    """The update that this request was answered with. None: it is new."""
+    request = book.requests.get(request_id)
+    if request is None:
+        return None
+    known = request.known
+    for field, expected, got in (
+        ("model", known.model, model),
+        ("layout", known.layout_digest.hex(), layout_digest.hex()),
+    ):
+        if expected != got:
+            raise e.RequestConflict(request_id=request_id, field=field, expected=expected, got=got)
+    update = book.updates.get(known.update_id)
+    if update is None:
+        raise e.RequestRepeated(request_id=request_id, update_id=known.update_id, version=str(known.version))
+    return update
+
+
+def _check_alone(book: Book, model: ModelName) -> None:
+    current = book.open_update(model)
+    if current is not None:
+        raise e.UpdateInProgress(update_id=current.update_id, version=str(current.version))
+
+
+def _taking_part(book: Book, model: ModelName) -> tuple[list[EngineRecord], frozenset[EngineId]]:
+    """The engines of an update, and who of them is required: the routable; if none is, every able engine. The other
+    able ones are optional. A unit takes part as a whole."""
+    able = [r for r in book.of_model(model) if r.able]
+    if not able:
+        raise e.NoEngines(model=model, known=len(book.of_model(model)))
+    groups = Counter(r.place.group for r in able)
+    for group, needed in book.settings.policy.min_engines.items():
+        if groups[group] < needed:
+            raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
+    required = [r for r in able if book.routable(r)] or able
+    units = {r.place.unit for r in required if r.place.unit}
+    return able, frozenset(r.place.engine_id for r in able if r in required or r.place.unit in units)
+
+
+def _outcomes(book: Book, plan: Plan) -> dict[EngineId, Outcome]:
+    return {
+        a.engine.engine_id: Outcome(
+            a.engine.engine_id,
+            a.engine.incarnation,
+            a.required,
+            group=a.engine.group,
+            unit=a.engine.unit,
+            awaited=not a.required and book.engines[a.engine.engine_id].missed >= MISSES_BEFORE_AWAITED,
+        )
+        for a in plan.assignments
+    }
+
+
+def _begin(book: Book, update: UpdateTransaction, now: float) -> list[Effect]:
+    """Uses the number up: in the ledger before it is told."""
+    book.next_number += 1
+    book.keep(update)
+    known = RequestKnown(
+        update.request_id, update.update_id, update.model, update.version, update.layout_digest, age_seconds=0.0
+    )
+    book.keep_request(known, now)
+    began = UpdateBegan(
+        update.update_id,
+        update.request_id,
+        update.model,
+        update.version,
+        update.step,
+        tuple(EngineAsked(o.engine_id, o.incarnation, o.required, o.group, o.unit) for o in update.outcomes.values()),
+        update.layout_digest,
+        update.byte_count,
+        update.restores,
+    )
+    return [Save(began), UpdatePlanned(update), UpdateChanged(update.update_id), ViewChanged()]
+
+
+def abort(book: Book, event: AbortRequested, now: float) -> list[Effect]:
+    """Given up by its trainer. Costs nothing before go; after it the engines' reports decide."""
+    book.check_run(event.run_id)
+    update = book.updates.get(event.update_id)
+    if update is None:
+        raise e.UnknownUpdate(update_id=event.update_id)
+    book.check_term(update.model, event.term)
+    if update.phase is Phase.GO:
+        raise e.FrameOutOfOrder(expected="a decision from the engines' reports", got="abort after go")
+    if update.phase.final:
+        return []
+    return finish(book, update, Phase.FAILED, event.reason or "given up by the trainer")
+
+
+# ---- go, decide ---------------------------------------------------------------------------------
+
+
+def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
+    """Go and decide, as far as what is known allows."""
+    effects: list[Effect] = []
+    update = book.open_update(model)
+    while update is not None and not update.phase.final:
+        _lose_the_silent(book, update, now)
+        if update.may_roll:
+            effects += _roll(book, update)
+        step = update.next_phase(now, served_has_holder=book.served_has_holder(model))
+        if step is None:
+            break
+        phase, cause = step
+        if phase is Phase.GO:
+            update.phase, update.deadline = Phase.GO, now + book.settings.go_limit_seconds
+            effects += [Save(UpdateWentGo(update.update_id)), UpdateChanged(update.update_id), ViewChanged()]
+        else:
+            effects += finish(book, update, phase, cause)
+    if update is not None and not effects:
+        effects.append(UpdateChanged(update.update_id))
+    return effects
+
+
+def _lose_the_silent(book: Book, update: UpdateTransaction, now: float) -> None:
+    """INV-9: a decision rests on engines that are alive at it; ticks may be late, after a pause of this process."""
+    ttl = book.settings.lease_ttl_seconds
+    for outcome in list(update.outcomes.values()):
+        record = book.engines.get(outcome.engine_id)
+        heard_at = record.reported_at if record is not None else book.recovery_ends_at - ttl
+        if now - heard_at > ttl:
+            update.lose(outcome.engine_id, "silent for longer than the lease's time")
+
+
+def _roll(book: Book, update: UpdateTransaction) -> list[Effect]:
+    """Serve the new version beside the old one, from its first unit on: in the ledger before anyone is told."""
+    model = book.model(update.model)
+    update.rolled = True
+    model.served, model.ordinal = (*model.served[-1:], update.version), model.ordinal + 1
+    _note_digest(book, update)
+    rolled = UpdateRolled(update.update_id, update.model, model.served, model.ordinal, update.content_digest)
+    return [Save(rolled), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
+
+
+def finish(book: Book, update: UpdateTransaction, phase: Phase, cause: str) -> list[Effect]:
+    """Decide: in the ledger before anyone is told (INV-9)."""
+    model = book.model(update.model)
+    update.phase, update.cause = phase, cause
+    if update.committed:
+        model.served, model.ordinal = _served_after(book, update), model.ordinal + (not update.rolled)
+        _note_digest(book, update)
+        _count_the_late(book, update)
+    decided = UpdateDecided(
+        update.update_id,
+        update.model,
+        phase,
+        cause,
+        model.served,
+        model.ordinal,
+        update.content_digest,
+        tuple(update.outcomes.values()),
+    )
+    return [Save(decided), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
+
+
+def _served_after(book: Book, update: UpdateTransaction) -> tuple[WeightVersion, ...]:
+    """The new version alone; but while nobody alive holds it any more, what was served beside it too."""
+    held = any(r.session is not None and r.state.applied == update.version for r in book.of_model(update.model))
+    return (update.version,) if held or not update.rolled else book.model(update.model).served
+
+
+def _note_digest(book: Book, update: UpdateTransaction) -> None:
+    model = book.model(update.model)
+    digests = {**model.digests, update.version: update.content_digest}
+    model.digests = {v: digests[v] for v in model.served if digests.get(v)}
+    book.revision += 1
+
+
+def _count_the_late(book: Book, update: UpdateTransaction) -> None:
+    """Who was able to take it and was too slow, or came too late to be asked. Who failed is another matter."""
+    for record in book.of_model(update.model):
+        outcome = update.outcomes.get(record.place.engine_id)
+        late = outcome is None or not outcome.ended
+        if record.able and late:
+            waited = outcome is not None and outcome.awaited
+            record.missed = -PATIENCE_AFTER_WAITING if waited else record.missed + 1
+
+
+def restored(book: Book, began: UpdateBegan, now: float, *, went_go: bool, rolled: bool) -> UpdateTransaction:
+    """After a restart. Without go in the ledger it is aborted at the first tick; with go it is decided from reports."""
+    update = UpdateTransaction(
+        update_id=began.update_id,
+        request_id=began.request_id,
+        model=began.model,
+        version=began.version,
+        term=Term(began.version.term),
+        step=began.step,
+        plan=Plan(0, ()),
+        deadline=now + book.settings.go_limit_seconds if went_go else now,
+        policy=book.settings.policy,
+        phase=Phase.GO if went_go else Phase.PREPARING,
+        doomed=not went_go,
+        rolled=rolled,
+        layout_digest=began.layout_digest,
+        byte_count=began.byte_count,
+        restores=began.restores,
+    )
+    update.outcomes = {
+        a.engine_id: replace(Outcome(a.engine_id, a.incarnation, a.required), group=a.group, unit=a.unit)
+        for a in began.engines
+    }
+    return update
