@@ -64,12 +64,21 @@ class Fleet:
         self.batches.append(effects)
         return effects
 
-    def engine(self, name: str, *, incarnation: str = "i1", devices: tuple[str, ...] = ()) -> int:
+    def engine(
+        self,
+        name: str,
+        *,
+        incarnation: str = "i1",
+        devices: tuple[str, ...] = (),
+        group: str = "",
+        unit: str = "",
+        unit_size: int = 0,
+    ) -> int:
         """An engine agent says hello, unset. Returns its session."""
         self.sessions += 1
         state = EngineState(RUN, POLICY, EngineId(name), Incarnation(incarnation), Life.RUNNING)
         uuids = tuple(DeviceUuid(d) for d in devices or (f"dev-{name}",))
-        place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", uuids)
+        place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", uuids, group, unit, unit_size)
         self.states[name] = state
         self.handle(events.EngineConnected(self.sessions, place, state, False, (), Term(0), Term(0)))
         return self.sessions
@@ -77,7 +86,7 @@ class Fleet:
     def report(self, session: int, name: str, **changes: object) -> list[events.Effect]:
         """Its next full state; the gate as an agent computes it."""
         state = self.states[name] = replace(self.states[name], **changes)  # type: ignore[arg-type]
-        gate = state.gate_open(frozenset(self.core.model(POLICY).served))
+        gate = state.gate_open(frozenset(self.core.served_to(session, POLICY)))
         return self.handle(events.EngineReported(session, state, gate))
 
     def stage(self, session: int, name: str, update: UpdateTransaction, stage: Stage) -> list[events.Effect]:

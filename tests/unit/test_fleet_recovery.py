@@ -1,0 +1,195 @@
+"""Restarts with an older ledger, repeated requests, and models that nobody trains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from controlplane.core import errors as e
+from controlplane.core import fleet_events as events
+from controlplane.core.engine_state import EngineState, Held, Life
+from controlplane.core.fleet_book import MAX_UPDATES_KEPT
+from controlplane.core.fleet_records import REQUEST_ID_SECONDS, FloorRaised, FrozenServed
+from controlplane.core.plan import EnginePlace
+from controlplane.core.versions import (
+    FROZEN,
+    DeviceUuid,
+    EngineId,
+    Incarnation,
+    ModelName,
+    Term,
+    UpdateId,
+)
+from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+
+DIGEST = b"c" * 32
+
+
+def hello(
+    session: int,
+    name: str = "e0",
+    *,
+    term: int = 0,
+    coordinator_term: int = 0,
+    number: int = 0,
+    frozen: bytes | None = None,
+    model: ModelName = POLICY,
+) -> events.EngineConnected:
+    state = EngineState(RUN, model, EngineId(name), Incarnation("i"), Life.RUNNING)
+    if frozen is not None:
+        state = replace(state, frozen=True, weights=Held(FROZEN, frozen))
+    place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", (DeviceUuid(name),))
+    return events.EngineConnected(session, place, state, False, (), Term(term), Term(coordinator_term), number)
+
+
+def closed_with(f: Fleet, kind: type[e.WeightplaneError]) -> bool:
+    return any(isinstance(x, events.CloseSession) and isinstance(x.error, kind) for x in f.effects)
+
+
+# ---- an older copy of the ledger ----
+
+
+@pytest.mark.parametrize("seen", [{"term": 3}, {"coordinator_term": 7}, {"number": 9}])
+def test_an_older_ledger_gives_neither_terms_nor_numbers(seen: dict[str, int]) -> None:
+    f = Fleet()
+    f.handle(hello(1, **seen))  # type: ignore[arg-type]
+    assert f.core.recovering
+    f.trainer()
+    assert closed_with(f, e.LedgerRegressed)
+    assert f.core.model(POLICY).term == 0
+    f.pass_time(100 * TTL)
+    assert f.core.recovering, "time alone mends nothing"
+
+
+def test_an_engine_that_obeys_a_later_coordinator_is_not_welcomed() -> None:
+    f = Fleet()
+    f.handle(hello(1, coordinator_term=7))
+    assert closed_with(f, e.StaleTerm)
+    assert not any(isinstance(x, events.Welcome) for x in f.effects)
+    assert f.core.engines == {}
+
+
+def test_once_accepted_everything_goes_on_above_what_was_seen() -> None:
+    f = Fleet()
+    f.handle(hello(1, term=3, number=9))
+    f.handle(hello(2, "e1", coordinator_term=7))
+    f.handle(events.LedgerAccepted(RUN, "ann"))
+    assert not f.core.recovering
+    assert any(isinstance(x, events.Save) and isinstance(x.record, FloorRaised) for x in f.effects)
+    assert f.core.term == 8
+    f.handle(hello(3, term=3, number=9))
+    f.handle(hello(4, "e1", coordinator_term=7))
+    f.trainer()
+    update = f.begin("u", term=4)
+    assert (update.version.number, update.version.term) == (10, 4)
+
+
+def test_the_acceptance_survives_a_restart() -> None:
+    f = Fleet()
+    f.handle(hello(1, term=3, number=9, coordinator_term=1))
+    f.handle(events.LedgerAccepted(RUN, "ann"))
+    again = Fleet(f.ledger)
+    again.handle(hello(1, term=3, number=9, coordinator_term=2))
+    assert not again.core.recovering
+    assert again.core.term > f.core.term
+    again.trainer()
+    assert again.begin("u", term=4).version.number == 10
+
+
+def test_accepting_a_ledger_that_is_in_order_does_nothing() -> None:
+    f = Fleet()
+    f.engine("e0")
+    assert f.handle(events.LedgerAccepted(RUN, "ann")) == []
+    with pytest.raises(e.WrongRun):
+        f.handle(replace(events.LedgerAccepted(RUN, "ann"), run_id="other"))  # type: ignore[arg-type]
+
+
+def test_a_trainer_with_a_higher_term_shows_it_too_and_is_not_fenced() -> None:
+    f = Fleet()
+    f.engine("e0")
+    f.trainer(held=5)
+    assert closed_with(f, e.LedgerRegressed)
+    assert not closed_with(f, e.StaleTerm)
+
+
+# ---- repeated requests ----
+
+
+def test_a_request_gets_one_number_also_after_a_restart_and_after_its_update_is_forgotten() -> None:
+    f = Fleet()
+    engines = {"e0": f.engine("e0")}
+    f.trainer()
+    first = f.begin("u1", request_id="r1")
+    assert f.begin("other", request_id="r1") is first
+    again = Fleet(f.ledger)
+    engines = {"e0": again.engine("e0")}
+    again.trainer(held=1)
+    repeated = again.begin("other", request_id="r1")
+    assert (repeated.update_id, repeated.version) == (first.update_id, first.version)
+    again.handle(events.Tick())
+    for i in range(MAX_UPDATES_KEPT + 1):
+        again.push(f"more{i}", engines)
+    with pytest.raises(e.RequestRepeated) as refused:
+        again.begin("other", request_id="r1")
+    assert refused.value.update_id == "u1"
+
+
+def test_a_request_id_is_forgotten_after_its_time() -> None:
+    f = Fleet()
+    engines = {"e0": f.engine("e0")}
+    f.trainer()
+    first = f.push("u1", engines)
+    f.now += REQUEST_ID_SECONDS + 1
+    f.handle(events.EngineReported(engines["e0"], f.states["e0"], True))
+    f.push("u2", engines)
+    assert f.begin("u3", request_id="u1").version.number > first.version.number
+
+
+def test_the_same_request_id_for_something_else_is_refused() -> None:
+    f = Fleet()
+    f.engine("e0")
+    f.trainer()
+    request = events.UpdateRequested(UpdateId("u"), "r", RUN, POLICY, Term(1), 1, None, b"x" * 32)
+    f.handle(request)
+    with pytest.raises(e.RequestConflict) as refused:
+        f.handle(replace(request, layout_digest=b"y" * 32))
+    assert refused.value.field == "layout"
+
+
+# ---- frozen models ----
+
+REFERENCE = ModelName("reference")
+
+
+def test_a_frozen_models_engines_serve_what_they_loaded_as_number_0() -> None:
+    f = Fleet()
+    f.handle(hello(1, frozen=DIGEST, model=REFERENCE))
+    assert f.core.model(REFERENCE).served == (FROZEN,)
+    assert any(isinstance(x, events.Save) and x.record == FrozenServed(REFERENCE, DIGEST) for x in f.effects)
+    record = f.core.engines[EngineId("e0")]
+    f.handle(events.EngineReported(1, record.state, gate_open=True))
+    assert f.core.routable(record)
+    assert Fleet(f.ledger).core.model(REFERENCE).served == (FROZEN,)
+
+
+def test_a_second_engine_with_other_weights_is_refused() -> None:
+    f = Fleet()
+    f.handle(hello(1, frozen=DIGEST, model=REFERENCE))
+    f.handle(hello(2, "e1", frozen=DIGEST, model=REFERENCE))
+    with pytest.raises(e.VersionConflict):
+        f.handle(hello(3, "e2", frozen=b"o" * 32, model=REFERENCE))
+    assert EngineId("e2") not in f.core.engines
+
+
+def test_a_model_is_trained_or_frozen_never_both() -> None:
+    f = Fleet()
+    f.handle(hello(1, frozen=DIGEST))
+    with pytest.raises(e.ModelFrozen):
+        f.trainer()
+    with pytest.raises(e.ModelFrozen):
+        f.handle(hello(2, "e1"))
+    g = Fleet()
+    g.trainer()
+    with pytest.raises(e.ModelFrozen):
+        g.handle(hello(1, frozen=DIGEST))
