@@ -452,9 +452,10 @@ class EngineCore:
             e.EngineAsleep(engine_id=s.engine_id, missing="weights and KV cache are")
         )
         already = s.residency is Residency.ASLEEP and event.level != DROPS_WEIGHTS
-        weights = Unset() if event.level == DROPS_WEIGHTS else None
+        if event.level == DROPS_WEIGHTS:
+            self._set_weights(Unset())
         self.state, self._waking = replace(self.state, residency=Residency.ASLEEP), False
-        slept = self._become(weights=weights, holds=self.state.holds | {Hold(HoldKind.ASLEEP, event.owner)})
+        slept = self._become(holds=self.state.holds | {Hold(HoldKind.ASLEEP, event.owner)})
         return [*aborted, *slept, *([] if already else [StartSleep(event.level)])]
 
     def _wake_requested(self, event: WakeRequested) -> list[Effect]:

@@ -29,6 +29,18 @@ class Phase(Enum):
         return self not in (Phase.PREPARING, Phase.GO)
 
 
+PHASE_MOVES = frozenset(
+    {
+        (Phase.PREPARING, Phase.GO),
+        (Phase.PREPARING, Phase.FAILED),
+        (Phase.GO, Phase.COMMITTED),
+        (Phase.GO, Phase.DEGRADED),
+        (Phase.GO, Phase.FAILED),
+    }
+)
+"""How an update moves. After go nothing waits for ever, and nothing goes back."""
+
+
 class Mode(Enum):
     """When the fleet begins to serve a new version."""
 

@@ -28,10 +28,11 @@ def version(number: int, term: int = 1) -> WeightVersion:
 class Agent:
     """Drives a core as an agent does, one call a step."""
 
-    def __init__(self, *, term: int = 0, welcomed: bool = True) -> None:
+    def __init__(self, *, term: int = 0, welcomed: bool = True, frozen: bytes | None = None) -> None:
         state = EngineState(RunId("run"), ModelName("policy"), EngineId("e0"), INCARNATION)
         self.core = core.EngineCore(state, term=Term(term), coordinator_term=Term(0), number=0)
-        self.core.handle(events.Started(EXPECTED), 0.0)
+        self.now = 0.0
+        self.core.handle(events.Started(EXPECTED, frozenset({core.SLEEP}), frozen), self.now)
         if welcomed:
             self.welcome(term or 1)
 
@@ -39,7 +40,7 @@ class Agent:
         return self.handle(events.FleetChanged(Term(coordinator_term), Term(term), frozenset(served)))
 
     def handle(self, event: events.Event) -> list[events.Effect]:
-        return self.core.handle(event, 0.0)
+        return self.core.handle(event, self.now)
 
     def open(
         self,
@@ -52,7 +53,10 @@ class Agent:
         model: str = "policy",
         incarnation: str = INCARNATION,
         layout: Layout = LAYOUT,
+        by_coordinator: int | None = None,
+        base: Held | None = None,
     ) -> list[events.Effect]:
+        """`by_coordinator`: the writer is one, with that term of its own."""
         return self.handle(
             events.Opened(
                 stream,
@@ -60,11 +64,13 @@ class Agent:
                 ModelName(model),
                 Incarnation(incarnation),
                 UpdateId(update_id or f"u{number}"),
-                Term(term),
+                Term(term if by_coordinator is None else by_coordinator),
                 version(number, term),
                 layout.digest,
                 len(layout.tensors),
                 layout.byte_count,
+                by_coordinator is not None,
+                base,
             )
         )
 
