@@ -172,9 +172,8 @@ class Book:
         weights = record.state.weights
         if record.session is None or not record.gate_open or not isinstance(weights, Held):
             return False
-        model = self.model(record.state.model)
-        known = model.digests.get(weights.version)
-        return weights.version in model.served and (not known or known == weights.content_digest)
+        known = self.model(record.state.model).digests.get(weights.version)
+        return not known or known == weights.content_digest
 
     def served_for(self, record: EngineRecord) -> tuple[WeightVersion, ...]:
         """What this engine may serve. Of a unit: only what all of its members hold, for it has one gate."""

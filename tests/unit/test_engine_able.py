@@ -7,7 +7,7 @@ import pytest
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
-from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Residency, Stage, Timings, Unset
+from controlplane.core.engine_state import Held, Hold, HoldKind, Residency, Stage, Timings, Unset
 from controlplane.core.layout import content_digest
 from controlplane.core.versions import FROZEN, Term
 from tests.unit.test_engine_core import Agent, checksums, version
@@ -310,7 +310,7 @@ def test_the_latest_refused_version_is_kept_beside_the_applied() -> None:
 
 def test_a_mixture_is_healed_by_a_sleep_that_drops_it_only_as_far_as_unset() -> None:
     agent = poisoned(1)
-    assert isinstance(agent.core.state.weights, Poisoned)
+    assert agent.core.state.held_by(HoldKind.POISONED) is not None
     agent.handle(events.SleepRequested("ann", core.DROPS_WEIGHTS))
     assert agent.core.state.weights == Unset()
     assert agent.core.state.held_by(HoldKind.POISONED) is None

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from controlplane.core import engine_core
 from controlplane.core import engine_events as events
 from controlplane.core import engine_transitions as table
 from controlplane.core.engine_state import EngineState, Held, Life
+from controlplane.core.errors import PeerLost
 from controlplane.core.update_transaction import PHASE_MOVES, Phase
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, WeightVersion
 from tests.unit.test_engine_core import Agent
@@ -40,7 +40,7 @@ def test_the_core_keeps_to_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     agent.commit(1)
     monkeypatch.setattr(table, "TABLE", frozenset())
     with pytest.raises(AssertionError):
-        agent.handle(events.InstallEnded(engine_core.e.PeerLost("x", "y"), touched=True))
+        agent.handle(events.InstallEnded(PeerLost("x", "y"), touched=True))
 
 
 @pytest.mark.parametrize("part", list(table.Part), ids=lambda p: p.value)
