@@ -308,6 +308,7 @@ def restored(book: Book, began: UpdateBegan, now: float, *, went_go: bool, rolle
         layout_digest=began.layout_digest,
         byte_count=began.byte_count,
         restores=began.restores,
+        content_digest=book.model(began.model).digests.get(began.version, b""),
     )
     update.outcomes = {
         a.engine_id: replace(Outcome(a.engine_id, a.incarnation, a.required), group=a.group, unit=a.unit)

@@ -3,29 +3,39 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from controlplane.core.errors import LedgerError
-from controlplane.ledger.sqlite import APPLICATION_ID, SCHEMA_VERSION
+from controlplane.ledger.contradictions import contradictions
+from controlplane.ledger.schema import SCHEMA_VERSION, version_of
 
-TABLES = ("meta", "leases", "models", "served", "engines", "updates", "update_engines")
-_SERVED_PHASES = ("committed", "degraded")
+TABLES = (
+    "meta",
+    "leases",
+    "models",
+    "served",
+    "engines",
+    "layouts",
+    "updates",
+    "update_engines",
+    "checkpoints",
+    "floors",
+    "floor_terms",
+)
 
 
 def dump(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """Every row of every table.
+    """Every row of every table; digests in hexadecimal.
 
     Raises:
-        LedgerError: there is no such file, it is another program's, damaged, or a coordinator has it open.
+        LedgerError: there is no such file, it is another program's, damaged, of another schema, or a coordinator has
+            it open.
     """
-    db = _open(path)
-    try:
-        return {table: [dict(row) for row in db.execute(f"SELECT * FROM {table} ORDER BY 1")] for table in TABLES}
-    except sqlite3.Error as error:
-        raise LedgerError(path=str(path), cause=_cause(error)) from error
-    finally:
-        db.close()
+    with _opened(path) as db:
+        return _rows(db)
 
 
 def verify(path: Path) -> list[str]:
@@ -34,61 +44,41 @@ def verify(path: Path) -> list[str]:
     Raises:
         LedgerError: as `dump`.
     """
-    db = _open(path)
-    try:
+    with _opened(path) as db:
         damage = [str(row[0]) for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
-    except sqlite3.Error as error:
-        raise LedgerError(path=str(path), cause=_cause(error)) from error
-    finally:
-        db.close()
-    return damage or _contradictions(dump(path))
+        return damage or contradictions(_rows(db))
 
 
-def _contradictions(rows: dict[str, list[dict[str, Any]]]) -> list[str]:
-    updates = {u["number"]: u for u in rows["updates"]}
-    terms = {lease["model"]: lease["term"] for lease in rows["leases"]}
-    found = [
-        f"{served['model']}: number {served['number']} is served, but no update committed it"
-        for served in rows["served"]
-        if not _was_committed(updates.get(served["number"]))
-    ]
-    found += [
-        f"update {update['update_id']}: its term {update['term']} was never given"
-        for update in updates.values()
-        if update["term"] > terms.get(update["model"], 0)
-    ]
-    for model in rows["models"]:
-        commits = sum(u["phase"] in _SERVED_PHASES for u in updates.values() if u["model"] == model["model"])
-        if model["ordinal"] < commits:
-            found.append(f"{model['model']}: ordinal {model['ordinal']} after {commits} commits")
-    for name in {u["model"] for u in updates.values()}:
-        still_open = [u["update_id"] for u in updates.values() if u["model"] == name and _is_open(u)]
-        if len(still_open) > 1:
-            found.append(f"{name}: {len(still_open)} updates are open at once")
-    return found
+def _rows(db: sqlite3.Connection) -> dict[str, list[dict[str, Any]]]:
+    return {table: [_shown(row) for row in db.execute(f"SELECT * FROM {table} ORDER BY 1, 2")] for table in TABLES}
 
 
-def _was_committed(update: dict[str, Any] | None) -> bool:
-    return update is not None and (update["phase"] in _SERVED_PHASES or bool(update["rolled"]))
+def _shown(row: sqlite3.Row) -> dict[str, Any]:
+    named = zip(row.keys(), row, strict=True)
+    return {name: value.hex() if isinstance(value, bytes) else value for name, value in named}
 
 
-def _is_open(update: dict[str, Any]) -> bool:
-    return update["phase"] in ("preparing", "go")
-
-
-def _open(path: Path) -> sqlite3.Connection:
+@contextmanager
+def _opened(path: Path) -> Iterator[sqlite3.Connection]:
+    db = None
     try:
-        db = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=0)
+        db = sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True, timeout=0)
         db.row_factory = sqlite3.Row
-        application = db.execute("PRAGMA application_id").fetchone()[0]
-        version = db.execute("PRAGMA user_version").fetchone()[0]
+        _check_version(version_of(db))
+        yield db
     except sqlite3.Error as error:
-        raise LedgerError(path=str(path), cause=_cause(error)) from error
-    if (application, version) != (APPLICATION_ID, SCHEMA_VERSION):
-        db.close()
-        raise LedgerError(path=str(path), cause=f"it is no ledger of schema {SCHEMA_VERSION}")
-    return db
+        cause = "a coordinator has it open" if "locked" in str(error) else str(error)
+        raise LedgerError(path=str(path), cause=cause) from error
+    finally:
+        if db is not None:
+            db.close()
 
 
-def _cause(error: sqlite3.Error) -> str:
-    return "a coordinator has it open" if "locked" in str(error) else str(error)
+def _check_version(version: int) -> None:
+    if version == 0:
+        raise sqlite3.DatabaseError("it is empty")
+    if version < SCHEMA_VERSION:
+        raise sqlite3.DatabaseError(
+            f"its schema is version {version}, and this program reads {SCHEMA_VERSION}: "
+            "a coordinator of this program's version migrates it when it starts"
+        )

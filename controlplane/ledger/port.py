@@ -15,15 +15,17 @@ class Ledger(Protocol):
         """Begin a coordinator's life: its term is one higher than any before, on disk when this returns.
 
         Raises:
-            LedgerError: the file is corrupt, foreign, of another run, locked, or the disk is full.
+            LedgerError: the file is corrupt, foreign, of another run, of a newer schema, locked, or the disk is full.
+                It is as it was, and closed.
         """
         ...
 
     def save(self, record: Record) -> None:
-        """Write a record; it is durable when this returns.
+        """Write a record, whole; it is durable when this returns.
 
         Raises:
-            LedgerError: it is not written.
+            LedgerError: nothing of it is written. Also of one that would give a number or a lower term again, or
+                decide what never began.
         """
         ...
 

@@ -53,12 +53,13 @@ class Kept:
 
 
 class LedgerDisk:
-    """The coordinator's ledger. `save` writes and syncs; `between` is called in between."""
+    """The coordinator's ledger. `save` writes and syncs; `between` is called in between. `clock`: Unix seconds."""
 
-    def __init__(self, between: Callable[[], None]) -> None:
+    def __init__(self, between: Callable[[], None], clock: Callable[[], float] = lambda: 0.0) -> None:
         self.kept = Kept()
         self._between = between
-        self._ledger = MemoryLedger()
+        self._clock = clock
+        self._ledger = MemoryLedger(clock)
         self._unsynced: list[Record] = []
 
     def open(self, run_id: RunId) -> Recovered:
@@ -81,10 +82,14 @@ class LedgerDisk:
 
     def copy(self) -> tuple[MemoryLedger, Kept]:
         """What a backup taken now would hold."""
-        return copy.deepcopy((self._ledger, self.kept))
+        return self._copied((self._ledger, self.kept))
 
     def restore(self, backup: tuple[MemoryLedger, Kept]) -> None:
-        self._ledger, self.kept = copy.deepcopy(backup)
+        self._ledger, self.kept = self._copied(backup)
+
+    def _copied(self, disk: tuple[MemoryLedger, Kept]) -> tuple[MemoryLedger, Kept]:
+        """The clock is the world's, and goes on for every copy."""
+        return copy.deepcopy(disk, {id(self._clock): self._clock})
 
 
 @dataclass(frozen=True, slots=True)

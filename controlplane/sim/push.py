@@ -74,7 +74,10 @@ class Push:
             return
         if isinstance(error, e.StaleTerm):
             self.trainer.fence()
-        self.retry(self.begin)
+        if isinstance(error, e.RequestRepeated):  # decided while nobody heard it: the next attempt is another request
+            self._end()
+        else:
+            self.retry(self.begin)
 
     def _begun(self, stream: Stream, begun: Begun) -> None:
         stream.cancel()

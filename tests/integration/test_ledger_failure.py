@@ -12,12 +12,15 @@ import pytest
 
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.channels import open_channel
+from tests.support import ledger_v1
 from tests.support.eventually import eventually
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 FULL_AT_BYTES = 120_000
 """Largest file that the coordinator may write: some records fit, not many."""
 MANY = 200
+NO_ROOM_BYTES = 8192
+"""No room for the pages that a migration changes."""
 
 CODE = """
 import asyncio, resource, sys
@@ -85,3 +88,13 @@ async def test_a_full_disk_ends_the_coordinator_and_every_term_that_was_told_is_
     again = await coordinator.start(0)
     assert await take_lease(again, MANY) == told + 1
     assert await coordinator.stop() == ExitCode.OK
+
+
+async def test_a_migration_on_a_full_disk_leaves_the_older_ledger_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "ledger.sqlite"
+    before = ledger_v1.make(path)
+    arguments = [str(NO_ROOM_BYTES), str(path.parent), str(tmp_path / "address")]
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", CODE, *arguments)
+    assert await asyncio.wait_for(process.wait(), 30) == ExitCode.LEDGER
+    assert not (tmp_path / "address").exists()
+    assert (ledger_v1.version(path), ledger_v1.rows(path)) == (1, before)
