@@ -1,7 +1,8 @@
 """FleetCore, EngineCore and MemoryLedger together, under any order of what may happen to them.
 
 Hypothesis chooses: publish, ack, nack, lose, double and hold back reports, crash, restart, pause, take over, wake a
-zombie. After each step the claims are compared with what really lies in the engines and on the ledger.
+zombie, sleep and wake, take and give devices, drain, keep checkpoints, catch up, roll back. After each step the claims
+are compared with what really lies in the engines and on the ledger.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
-from controlplane.core.engine_core import EngineCore
-from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Timings
+from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP, EngineCore
+from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.fleet import FleetCore, FleetSettings
-from controlplane.core.fleet_records import UpdateBegan
+from controlplane.core.fleet_records import CheckpointKept, UpdateBegan
 from controlplane.core.layout import DType, Expected, Layout, TensorSpec, content_digest
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import Phase
@@ -43,15 +44,17 @@ EXPECTED = Expected(shapes={"w": (4,)}, dtypes={"w": frozenset({DType.F32})})
 TTL = 10.0
 NAMES = st.sampled_from(["e0", "e1", "e2"])
 MIXTURE = b"mixture"
+DROPPED = b"dropped"
+DEVICES = {"e0": "gpu-t", "e1": "gpu-e1", "e2": "gpu-e2"}
+"""The trainer's device is e0's too."""
 
 
 def checksum(number: int) -> bytes:
     return number.to_bytes(8, "big")
 
 
-def truth(number: int) -> bytes:
-    """The content of a version."""
-    return content_digest([checksum(number)])
+def digest_of(content: int) -> bytes:
+    return content_digest([checksum(content)])
 
 
 @dataclass
@@ -70,6 +73,9 @@ class Agent:
     content: bytes = b"initial"
     quiesced: bool = False
     highest: int = -1
+    asleep: bool = False
+    """Its memory is somebody else's, whatever anybody says."""
+    waking: ee.StartWake | None = None
     core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -82,8 +88,9 @@ class Agent:
             state, term=self.disk.term, coordinator_term=self.disk.coordinator_term, number=self.disk.number
         )
         self.session, self.open_stream, self.quiesced, self.content, self.highest = None, None, False, b"initial", -1
+        self.asleep, self.waking = False, None
         self.reports.clear()
-        self.handle(ee.Started(EXPECTED))
+        self.handle(ee.Started(EXPECTED, frozenset({SLEEP})))
 
     def handle(self, event: ee.Event) -> list[ee.Effect]:
         before = self.core.state
@@ -95,6 +102,11 @@ class Agent:
         for effect in effects:
             if isinstance(effect, ee.Remember):
                 self.disk = effect
+            elif isinstance(effect, ee.StartSleep):
+                self.asleep = True
+                self.content = DROPPED if effect.level == DROPS_WEIGHTS else self.content
+            elif isinstance(effect, ee.StartWake):
+                self.waking = effect
             elif isinstance(effect, ee.Report) and self.session is not None:
                 self.reports.append((self.core.state, self.core.gate_open))
         return effects
@@ -112,7 +124,13 @@ class FleetMachine(RuleBasedStateMachine):
         self.numbers: list[int] = []
         self.terms: list[int] = []
         self.held_term = 0
+        self.trainer_session = 0
+        self.progress = 0
         self.begun: list[UpdateBegan] = []
+        self.contents: dict[int, int] = {}
+        """By number: which weights it is. A rollback's are an older number's."""
+        self.carries: list[tuple[fe.Carry, int]] = []
+        """With the coordinator's term when they began."""
         self.said: dict[str, tuple[EngineState, bool]] = {}
         self.fleet: FleetCore
         self.restart_coordinator()
@@ -124,19 +142,33 @@ class FleetMachine(RuleBasedStateMachine):
         for effect in effects:
             if isinstance(effect, fe.Save):
                 if isinstance(effect.record, UpdateBegan):
-                    self.numbers.append(effect.record.version.number)
-                    self.begun.append(effect.record)
+                    self.note_begun(effect.record)
                 self.ledger.save(effect.record)
         for effect in effects:
             if isinstance(effect, fe.CloseSession):
                 for agent in self.agents.values():
                     if agent.session == effect.session:
                         self.cut(agent)
+            elif isinstance(effect, fe.StartCarry):
+                assert not self.fleet.lent(self.fleet.engines[effect.carry.engine.engine_id]) or (
+                    effect.carry.waits_for_go
+                ), "a trainer holds its devices"
+                self.carries.append((effect.carry, self.fleet.term))
             elif isinstance(effect, fe.BroadcastState):
                 for agent in self.agents.values():
                     if agent.session is not None:
                         self.tell(agent)
         return effects
+
+    def note_begun(self, record: UpdateBegan) -> None:
+        number = record.version.number
+        self.numbers.append(number)
+        self.contents[number] = number if record.restores is None else self.contents[record.restores.number]
+        self.begun += [record] if record.restores is None else []
+
+    def truth(self, number: int) -> bytes:
+        """The content of a version."""
+        return digest_of(self.contents[number])
 
     def cut(self, agent: Agent) -> None:
         agent.session = None
@@ -170,7 +202,7 @@ class FleetMachine(RuleBasedStateMachine):
     def connect(self, name: str) -> None:
         agent = self.agents[name]
         state, gate = agent.core.state, agent.core.gate_open
-        place = EnginePlace(state.engine_id, state.incarnation, f"{name}:1", "host", (DeviceUuid(f"gpu-{name}"),))
+        place = EnginePlace(state.engine_id, state.incarnation, f"{name}:1", "host", (DeviceUuid(DEVICES[name]),))
         agent.reports.clear()
         session = agent.session = self.next_id()
         self.said[name] = (state, gate)
@@ -215,7 +247,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.handle(event)
         except e.LeaseHeld:
             return
-        self.held_term = self.fleet.model(POLICY).term
+        self.held_term, self.trainer_session = self.fleet.model(POLICY).term, session
         self.terms.append(self.held_term)
 
     @rule()
@@ -253,13 +285,13 @@ class FleetMachine(RuleBasedStateMachine):
         )
         try:
             effects = agent.handle(event)
-        except (e.StaleTerm, e.StaleVersion, e.UpdateInProgress, e.NotWelcomed):
+        except (e.StaleTerm, e.StaleVersion, e.UpdateInProgress, e.NotWelcomed, e.EngineAsleep, e.EngineDraining):
             return
         assert began.version.term >= agent.seen_term, "INV-7"
         accept = next(x for x in effects if isinstance(x, ee.Accept))
         agent.seen_term = max(agent.seen_term, began.version.term)
         if accept.attached:
-            done = agent.core.state.installing or agent.content == truth(began.version.number)
+            done = agent.core.state.installing or agent.content == self.truth(began.version.number)
             assert done, "INV-6"
             return
         assert began.version.number >= agent.highest, "INV-5"
@@ -273,7 +305,7 @@ class FleetMachine(RuleBasedStateMachine):
         update = agent.core.update
         if update is None or agent.open_stream != update.stream or update.verified or agent.core.state.installing:
             return
-        record = Record(0, 0, 0, LAYOUT.byte_count, checksum(update.version.number))
+        record = Record(0, 0, 0, LAYOUT.byte_count, checksum(self.contents[update.version.number]))
         agent.handle(ee.ChunkArrived(update.stream, update.version, 0, (record,), LAYOUT.byte_count))
         agent.handle(ee.BytesVerified(update.stream))
 
@@ -296,14 +328,15 @@ class FleetMachine(RuleBasedStateMachine):
         known = self.fleet.updates.get(update.update_id)
         if known is not None and known.phase in (Phase.PREPARING, Phase.FAILED):
             return  # no writer sends it before go
-        digest = truth(update.version.number) if honest else b"x" * 32
+        digest = self.truth(update.version.number) if honest else b"x" * 32
         event = ee.CommitArrived(update.stream, update.version, 1, LAYOUT.byte_count, digest)
         try:
             agent.handle(event)
         except e.Refused:
             return
         assert honest, "INV-3"
-        assert update.writer_term >= agent.seen_term, "INV-7"
+        fenced_by = self.coordinator_seen(agent) if update.by_coordinator else agent.seen_term
+        assert update.writer_term >= fenced_by, "INV-7"
 
     # ---- installs ----
 
@@ -311,6 +344,7 @@ class FleetMachine(RuleBasedStateMachine):
     def quiesce(self, name: str) -> None:
         agent = self.agents[name]
         if agent.core.state.installing and not agent.quiesced:
+            assert not agent.asleep, "P2"
             agent.handle(ee.Quiesced())
             agent.quiesced, agent.before = True, agent.content  # type: ignore[attr-defined]
             agent.content = MIXTURE
@@ -323,10 +357,10 @@ class FleetMachine(RuleBasedStateMachine):
             return
         agent.quiesced = False
         if how == "works":
-            agent.content = truth(update.version.number)
+            agent.content = self.truth(update.version.number)
             agent.handle(ee.CanaryPassed(Timings()))
-            assert update.version.number >= agent.highest, "INV-5"
-            agent.highest = update.version.number
+            assert update.version.number >= agent.highest or update.by_coordinator, "INV-5"
+            agent.highest = max(agent.highest, update.version.number)
             return
         error = e.InstallFailed(name, str(update.version), how == "touched", "boom")
         if how == "untouched":
@@ -364,10 +398,161 @@ class FleetMachine(RuleBasedStateMachine):
         for name in self.agents:
             if self.agents[name].session is None:
                 self.connect(name)
+        self.everybody_wakes()
         self.publish()
         for _ in range(steps if self.begun else 0):
             for name in self.agents:
                 self.go_on(name, 1)
+
+    # ---- the coordinator as a writer ----
+
+    def coordinator_seen(self, agent: Agent) -> int:
+        return agent.core.coordinator_term
+
+    @rule()
+    def keep_a_checkpoint(self) -> None:
+        served = self.fleet.model(POLICY).served
+        if not served or not self.held_term:
+            return
+        digest = self.truth(served[-1].number)
+        kept = CheckpointKept(POLICY, served[-1], f"c{served[-1].number}", LAYOUT.digest, digest, 1, 1, 16)
+        try:
+            self.handle(fe.CheckpointPublished(RUN, Term(self.held_term), kept))
+        except (e.StaleTerm, e.VersionUnavailable):
+            return
+
+    @rule(back=st.integers(0, 3))
+    def roll_back(self, back: int) -> None:
+        numbers = sorted(self.fleet.model(POLICY).checkpoints)
+        if not numbers:
+            return
+        update_id = UpdateId(f"r{self.next_id()}")
+        number = numbers[max(len(numbers) - 1 - back, 0)]
+        self.everybody_wakes()
+        try:
+            self.handle(fe.RollbackRequested(update_id, update_id, RUN, POLICY, number))
+        except (e.NoEngines, e.UpdateInProgress, e.CoordinatorRecovering):
+            return
+
+    @precondition(lambda self: self.carries)
+    @rule(index=st.integers(0, 5))
+    def a_carry_opens(self, index: int) -> None:
+        """Perhaps long after, of a coordinator that is gone, for a life that is gone."""
+        carry, term = self.carries[index % len(self.carries)]
+        agent = self.agents[carry.engine.engine_id]
+        agent.streams += 1
+        event = ee.Opened(
+            agent.streams,
+            RUN,
+            POLICY,
+            carry.engine.incarnation,
+            carry.update_id,
+            Term(term),
+            carry.version,
+            LAYOUT.digest,
+            1,
+            LAYOUT.byte_count,
+            by_coordinator=True,
+        )
+        before = agent.core.state.applied
+        try:
+            effects = agent.handle(event)
+        except e.Refused as error:
+            self.handle(fe.CarryEnded(carry.update_id, carry.engine.engine_id, error))
+            return
+        assert term >= agent.core.coordinator_term, "INV-7"
+        accept = next(x for x in effects if isinstance(x, ee.Accept))
+        if accept.attached:
+            return
+        assert before is None or carry.version.number > before.number, "INV-5"
+        agent.open_stream = agent.streams
+        if accept.layout_needed:
+            agent.handle(ee.LayoutArrived(agent.streams, LAYOUT))
+
+    @precondition(lambda self: self.carries)
+    @rule(index=st.integers(0, 12), works=st.booleans())
+    def a_carry_ends(self, index: int, works: bool) -> None:
+        if index >= len(self.carries):
+            return
+        carry, _ = self.carries.pop(index)
+        error = None if works else e.PeerLost(peer=carry.engine.engine_id, cause="gone")
+        self.handle(fe.CarryEnded(carry.update_id, carry.engine.engine_id, error))
+
+    @precondition(lambda self: self.carries)
+    @rule(steps=st.integers(1, 12))
+    def the_carries_go_on(self, steps: int) -> None:
+        """The next honest steps of every carry, and what the engines say of it."""
+        self.everybody_wakes()
+        for _ in range(steps):
+            for index, (carry, _) in enumerate(list(self.carries)):
+                name = carry.engine.engine_id
+                agent = self.agents[name]
+                update = agent.core.update
+                if agent.core.state.installing:
+                    self.quiesce(name)
+                    self.an_install_ends(name, "works")
+                elif update is None or update.update_id != carry.update_id:
+                    self.a_carry_opens(index)
+                elif not update.verified:
+                    self.bytes_arrive(name)
+                else:
+                    self.a_commit_arrives(name, honest=True)
+                self.everything_it_said_arrives(name)
+
+    # ---- devices ----
+
+    @rule()
+    def everybody_wakes(self) -> None:
+        """Whoever put an engine to sleep, or drains it, ends that."""
+        for agent in self.agents.values():
+            for hold in sorted(agent.core.state.holds, key=str):
+                if hold.kind in (HoldKind.ASLEEP, HoldKind.DRAINING):
+                    agent.handle(ee.HoldChanged(hold, present=False))
+            if agent.core.state.residency is not Residency.AWAKE:
+                agent.handle(ee.WakeRequested("trainer", kv=True))
+            self.a_wake_ends(agent.name)
+            self.everything_it_said_arrives(agent.name)
+
+    @rule(name=NAMES, owner=st.sampled_from(["trainer", "ann"]), level=st.sampled_from([1, 2]))
+    def sleep(self, name: str, owner: str, level: int) -> None:
+        try:
+            self.agents[name].handle(ee.SleepRequested(owner, level))
+        except e.UpdateInProgress:
+            assert self.agents[name].core.state.installing
+
+    @rule(name=NAMES, owner=st.sampled_from(["trainer", "ann"]), kv=st.booleans())
+    def wake(self, name: str, owner: str, kv: bool) -> None:
+        agent = self.agents[name]
+        others = [h for h in agent.core.state.holds if h.kind is HoldKind.ASLEEP and h.owner != owner]
+        try:
+            agent.handle(ee.WakeRequested(owner, kv))
+        except e.DevicesTaken:
+            assert others
+
+    @rule(name=NAMES)
+    def a_wake_ends(self, name: str) -> None:
+        agent = self.agents[name]
+        if agent.waking is not None:
+            kv, agent.waking = agent.waking.kv, None
+            slept_again = not agent.core._waking
+            agent.asleep = agent.asleep and slept_again
+            agent.handle(ee.Woke(kv))
+
+    @rule(take=st.booleans())
+    def take_or_give_devices(self, take: bool) -> None:
+        """The trainer shares e0's device."""
+        self.progress += 1
+        report = fe.TrainerReported(self.trainer_session, Term(self.held_term), 1, "train", self.progress, take)
+        self.handle(report)
+        if take:
+            self.sleep("e0", "trainer", 1)
+        else:
+            self.wake("e0", "trainer", kv=True)
+            self.a_wake_ends("e0")
+
+    @rule(name=NAMES, present=st.booleans())
+    def drain(self, name: str, present: bool) -> None:
+        self.agents[name].handle(ee.HoldChanged(Hold(HoldKind.DRAINING, "ann"), present))
 
     # ---- lives and holds ----
 
@@ -397,13 +582,14 @@ class FleetMachine(RuleBasedStateMachine):
         for agent in self.agents.values():
             weights = agent.core.state.weights
             if isinstance(weights, Held) and not agent.core.state.installing:
-                assert agent.content == truth(weights.version.number) == weights.content_digest
+                assert agent.content == self.truth(weights.version.number) == weights.content_digest
 
     @invariant()
     def inv4_a_gate_is_open_on_whole_and_served_weights_only(self) -> None:
         for agent in self.agents.values():
             if agent.core.gate_open:
-                assert agent.content != MIXTURE
+                assert agent.content not in (MIXTURE, DROPPED)
+                assert not agent.asleep
                 assert agent.core.state.applied in agent.core.served
                 assert not agent.core.state.holds
 
