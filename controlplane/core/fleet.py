@@ -83,6 +83,9 @@ def _tick(book: Book, event: Tick, now: float) -> list[Effect]:
     if book.awaited and now >= book.recovery_ends_at:
         book.awaited.clear()
     effects += fleet_engines.silence_the_stopped(book, now)
+    for update in book.updates.values():
+        if not update.phase.final:
+            fleet_updates.lose_the_silent(book, update, now)
     for model in list(book.models):
         effects += fleet_updates.advance(book, model, now)
         effects += fleet_catch_up.catch_up(book, model, now)

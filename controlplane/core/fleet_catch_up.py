@@ -6,6 +6,8 @@ update is open, never on devices that a trainer holds; and without a checkpoint 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from controlplane.core import errors as e
 from controlplane.core.engine_state import Activity
 from controlplane.core.fleet_book import Book, CarryTries
@@ -28,14 +30,15 @@ RETRY_SECONDS = (1.0, 60.0)
 """First and longest pause before an engine is tried again; doubled in between."""
 
 
-def catch_up(book: Book, model: ModelName, now: float) -> list[Effect]:
-    """Start what can be started now."""
+def catch_up(book: Book, model: ModelName, now: float, among: Sequence[EngineRecord] | None = None) -> list[Effect]:
+    """Start what can be started now. `among`: the engines that changed; None: whoever needs it."""
     served = [v for v in book.model(model).served if v.number in book.model(model).checkpoints]
     if not served or book.recovering or book.open_update(model) is not None:
         return []
     checkpoint = book.model(model).checkpoints[max(served).number]
     effects: list[Effect] = []
-    for record in sorted(book.of_model(model), key=lambda r: r.place.engine_id):
+    found = book.of_model(model) if among is None else among
+    for record in sorted(found, key=lambda r: r.place.engine_id):
         if len(book.carries) >= book.settings.max_carries:
             break
         if _needs_it(book, record, checkpoint, now):

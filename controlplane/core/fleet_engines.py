@@ -101,11 +101,11 @@ def reported(book: Book, event: EngineReported, now: float) -> list[Effect]:
 def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:
     if book.holds_served(record.state):
         record.missed = 0
-    for update in book.updates.values():
+    model = record.state.model
+    for update in book.updates.values():  # of other models too: perhaps its earlier life served one
         if not update.phase.final:
             update.note(record.state)
-    model = record.state.model
-    return [ViewChanged(), *advance(book, model, now), *catch_up(book, model, now)]
+    return [ViewChanged(), *advance(book, model, now), *catch_up(book, model, now, [record])]
 
 
 def ended(book: Book, record: EngineRecord, now: float, *, goodbye: bool) -> list[Effect]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
@@ -148,7 +147,8 @@ def _taking_part(book: Book, model: ModelName) -> tuple[list[EngineRecord], froz
             raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
     required = [r for r in able if book.routable(r)] or able
     units = {r.place.unit for r in required if r.place.unit}
-    return able, frozenset(r.place.engine_id for r in able if r in required or r.place.unit in units)
+    whole = required + [r for r in able if r.place.unit in units]
+    return able, frozenset(r.place.engine_id for r in whole)
 
 
 def _outcomes(book: Book, plan: Plan) -> dict[EngineId, Outcome]:
@@ -209,10 +209,9 @@ def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
     effects: list[Effect] = []
     update = book.open_update(model)
     while update is not None and not update.phase.final:
-        _lose_the_silent(book, update, now)
         if update.may_roll:
             effects += _roll(book, update)
-        step = update.next_phase(now, served_has_holder=book.served_has_holder(model))
+        step = _next_phase(book, update, now)
         if step is None:
             break
         phase, cause = step
@@ -226,14 +225,26 @@ def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
     return effects
 
 
-def _lose_the_silent(book: Book, update: UpdateTransaction, now: float) -> None:
+def _next_phase(book: Book, update: UpdateTransaction, now: float) -> tuple[Phase, str] | None:
     """INV-9: a decision rests on engines that are alive at it; ticks may be late, after a pause of this process."""
+
+    def step() -> tuple[Phase, str] | None:
+        return update.next_phase(now, served_has_holder=lambda: book.served_has_holder(update.model))
+
+    found = step()
+    return step() if found is not None and lose_the_silent(book, update, now) else found
+
+
+def lose_the_silent(book: Book, update: UpdateTransaction, now: float) -> bool:
+    """Whether that changed an outcome."""
     ttl = book.settings.lease_ttl_seconds
+    changed = False
     for outcome in list(update.outcomes.values()):
         record = book.engines.get(outcome.engine_id)
         heard_at = record.reported_at if record is not None else book.recovery_ends_at - ttl
         if now - heard_at > ttl:
-            update.lose(outcome.engine_id, "silent for longer than the lease's time")
+            changed |= update.lose(outcome.engine_id, "silent for longer than the lease's time")
+    return changed
 
 
 def _roll(book: Book, update: UpdateTransaction) -> list[Effect]:
@@ -292,7 +303,7 @@ def _count_the_late(book: Book, update: UpdateTransaction) -> None:
 
 def restored(book: Book, began: UpdateBegan, now: float, *, went_go: bool, rolled: bool) -> UpdateTransaction:
     """After a restart. Without go in the ledger it is aborted at the first tick; with go it is decided from reports."""
-    update = UpdateTransaction(
+    return UpdateTransaction(
         update_id=began.update_id,
         request_id=began.request_id,
         model=began.model,
@@ -309,9 +320,8 @@ def restored(book: Book, began: UpdateBegan, now: float, *, went_go: bool, rolle
         byte_count=began.byte_count,
         restores=began.restores,
         content_digest=book.model(began.model).digests.get(began.version, b""),
+        outcomes={
+            a.engine_id: Outcome(a.engine_id, a.incarnation, a.required, group=a.group, unit=a.unit)
+            for a in began.engines
+        },
     )
-    update.outcomes = {
-        a.engine_id: replace(Outcome(a.engine_id, a.incarnation, a.required), group=a.group, unit=a.unit)
-        for a in began.engines
-    }
-    return update

@@ -8,7 +8,7 @@ decided.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
@@ -108,6 +108,25 @@ class Outcome:
 
 
 @dataclass
+class Tally:
+    """Counts of outcomes, so that a report which decides nothing costs no look at all the others."""
+
+    late: int = 0
+    """Waited for before go: neither ready nor bad."""
+    open: int = 0
+    """Required, and not ended."""
+    bad: int = 0
+    """Required, and bad."""
+
+    def count(self, outcome: Outcome, by: int) -> None:
+        if outcome.required or outcome.awaited:
+            self.late += by * (not outcome.ready and not outcome.bad)
+        if outcome.required:
+            self.open += by * (not outcome.ended)
+            self.bad += by * outcome.bad
+
+
+@dataclass
 class UpdateTransaction:
     """One update, from begin to decision."""
 
@@ -136,6 +155,12 @@ class UpdateTransaction:
     content_digest: bytes = b""
     """As the first engine that applied it reported it."""
     outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
+    _tally: Tally = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._tally = Tally()
+        for outcome in self.outcomes.values():
+            self._tally.count(outcome, 1)
 
     @property
     def went_go(self) -> bool:
@@ -185,16 +210,22 @@ class UpdateTransaction:
         old = self.outcomes.get(engine_id)
         return old is not None and not old.bad and self._put(_lost(old, cause))
 
-    def next_phase(self, now: float, *, served_has_holder: bool) -> tuple[Phase, str] | None:
+    def next_phase(self, now: float, *, served_has_holder: Callable[[], bool]) -> tuple[Phase, str] | None:
         """The phase that follows from what is known, with its cause; None while nothing follows.
 
-        `served_has_holder`: some live engine still holds a version that the fleet serves.
+        `served_has_holder`: whether some live engine still holds a version that the fleet serves.
         """
-        if self.phase is Phase.PREPARING:
+        if self.phase is Phase.PREPARING and not self._just_waits(now):
             return self._judge_ready(now)
         if self.phase is Phase.GO:
             return self._decide(now, served_has_holder)
         return None
+
+    def _just_waits(self, now: float) -> bool:
+        """Before go: somebody is late, nobody is bad, and there is time."""
+        if self.doomed or self._tally.bad or not self._tally.late:
+            return False
+        return now < self.deadline and (now < self.awaits_until or not any(o.awaited for o in self.outcomes.values()))
 
     @property
     def units(self) -> list[list[Outcome]]:
@@ -212,9 +243,10 @@ class UpdateTransaction:
     @property
     def may_roll(self) -> bool:
         """ROLLING: the first unit applied, so the fleet begins to serve the version."""
-        rolling = self.policy.mode is Mode.ROLLING and self.phase is Phase.GO and not self.rolled
+        if self.policy.mode is not Mode.ROLLING or self.phase is not Phase.GO or self.rolled:
+            return False
         alone = any(o.applied and not o.unit for o in self.outcomes.values())
-        return rolling and (alone or any(all(o.applied for o in unit) for unit in self.units))
+        return alone or any(all(o.applied for o in unit) for unit in self.units)
 
     def _judge_ready(self, now: float) -> tuple[Phase, str] | None:
         """Go when all that can be ready are, if they suffice. Who is slow is waited for until the deadline."""
@@ -233,18 +265,18 @@ class UpdateTransaction:
             self.lose(o.engine_id, "not ready in time")
         return Phase.GO, ""
 
-    def _decide(self, now: float, served_has_holder: bool) -> tuple[Phase, str] | None:
+    def _decide(self, now: float, served_has_holder: Callable[[], bool]) -> tuple[Phase, str] | None:
         if now >= self.deadline:
             for o in self.required:
                 if not o.ended:
                     self.lose(o.engine_id, "no outcome before the deadline")
-        if not all(o.ended for o in self.required):
+        if self._tally.open:
             return None
         bad = _shown([o for o in self.required if o.bad])
         applied = [o for o in self.outcomes.values() if o.applied]
         if self._suffice(applied):
             return Phase.COMMITTED, bad
-        if self.rolled or (applied and not served_has_holder):
+        if self.rolled or (applied and not served_has_holder()):
             return Phase.DEGRADED, bad
         return Phase.FAILED, bad
 
@@ -256,9 +288,10 @@ class UpdateTransaction:
         return whole >= self.needed and all(groups[g] >= n for g, n in self.policy.min_engines.items())
 
     def _put(self, outcome: Outcome) -> bool:
-        changed = self.outcomes[outcome.engine_id] != outcome
-        self.outcomes[outcome.engine_id] = outcome
-        return changed
+        old, self.outcomes[outcome.engine_id] = self.outcomes[outcome.engine_id], outcome
+        self._tally.count(old, -1)
+        self._tally.count(outcome, 1)
+        return old != outcome
 
 
 def _lost(old: Outcome, cause: str) -> Outcome:
