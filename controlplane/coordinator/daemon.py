@@ -109,22 +109,24 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
 async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer, stop: asyncio.Event) -> int:
     await server.set_serving(not hub.core.recovering)
     ticker = asyncio.create_task(hub.tick_forever(settings.lease_ttl_seconds / TICKS_PER_TTL))
+    publisher = asyncio.create_task(hub.publish_forever())
     readiness = asyncio.create_task(_follow_readiness(hub, server))
     signalled = asyncio.create_task(wait_for_signal(stop))
     log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
     if settings.address_file is not None:
         _publish(settings.address_file, server.address)
     try:
-        ends: set[asyncio.Future[Any]] = {ticker, signalled, hub.failed}
+        ends: set[asyncio.Future[Any]] = {ticker, publisher, signalled, hub.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         if hub.failed.done():
             log.error("ledger_failed", cause=str(hub.failed.result()))
             return ExitCode.LEDGER
-        if ticker.done():
-            ticker.result()
+        for task in (ticker, publisher):
+            if task.done():
+                task.result()
         return ExitCode.OK
     finally:
-        for task in (ticker, readiness, signalled):
+        for task in (ticker, publisher, readiness, signalled):
             task.cancel()
 
 

@@ -47,6 +47,9 @@ log = structlog.get_logger(__name__)
 
 PAUSE_SHARE = 0.5
 """Of the lease's time: five ticks that did not come."""
+VIEW_SECONDS = 0.02
+"""Changes that come closer together than this are shown at once: a view is made of the whole fleet."""
+_SEEN = (UpdateChanged, ViewChanged)
 MAX_PENDING_FRAMES = 256
 """Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
 
@@ -83,6 +86,8 @@ class Hub:
         self._ledger = ledger
         self._writer = writer
         self._lock = asyncio.Lock()
+        self._seen = asyncio.Event()
+        """Something that people or clients see changed."""
         self._outboxes: dict[int, Outbox] = {}
         self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
         self._routes: dict[ModelName, Latest[fleet_pb2.WatchRoutesResponse]] = {}
@@ -112,6 +117,8 @@ class Hub:
             effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
             await to_the_end(self._carry_out(effects))
+            if any(isinstance(effect, _SEEN) for effect in effects):
+                self._seen.set()
             return effects
 
     def _now(self) -> float:
@@ -132,8 +139,23 @@ class Hub:
             await asyncio.sleep(interval_seconds)
             await self.handle(Tick())
 
+    async def publish_forever(self) -> None:
+        """Views and routes, once for all events that came close together. Between two events, so that nothing is shown
+        that is not in the ledger (INV-9)."""
+        while True:
+            await self._seen.wait()
+            async with self._lock:
+                self._seen.clear()
+                if not self.failed.done():
+                    self._publish_views()
+            await asyncio.sleep(VIEW_SECONDS)
+
+    async def fleet_view(self) -> operator_pb2.FleetView:
+        """As it is now."""
+        async with self._lock:
+            return self.view.value if self.failed.done() else self._view()
+
     async def _carry_out(self, effects: list[Effect]) -> None:
-        changed = False
         for effect in effects:
             match effect:
                 case Save(UpdateDecided() as record):
@@ -153,13 +175,10 @@ class Hub:
                     self.start_carry(carry)
                 case UpdateChanged(update_id):
                     self._publish_update(self.core.updates[update_id])
-                    changed = True
                 case ViewChanged():
-                    changed = True
+                    pass  # `publish_forever` shows it
                 case UpdatePlanned():
                     pass  # the answer to its caller
-        if changed:
-            self._publish_views()
 
     async def _save(self, record: object) -> None:
         try:
@@ -225,12 +244,14 @@ class Hub:
         if run_id and run_id != self.core.settings.run_id:
             raise WrongRun(expected=self.core.settings.run_id, got=run_id)
 
-    def watch_routes(self, run_id: str, model: ModelName) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
+    async def watch_routes(self, run_id: str, model: ModelName) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
         self.check_run(run_id)
-        topic = self._routes.get(model)
-        if topic is None:
-            topic = self._routes[model] = Latest(views.routes(self.core, model, 0))
-        return topic.watch()
+        async with self._lock:  # INV-9: between two events all that the core knows is in the ledger
+            topic = self._routes.get(model)
+            if topic is None:
+                topic = self._routes[model] = Latest(views.routes(self.core, model, 0))
+        async for routes in topic.watch():
+            yield routes
 
     def watch_update(self, run_id: RunId, update_id: UpdateId) -> AsyncIterator[fleet_pb2.UpdateState]:
         self.check_run(run_id)

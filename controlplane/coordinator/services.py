@@ -150,7 +150,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
 
     async def GetFleet(self, request: operator_pb2.GetFleetRequest, context: Any) -> operator_pb2.GetFleetResponse:
         self._hub.check_run(request.run_id)
-        return operator_pb2.GetFleetResponse(fleet=self._hub.view.value)
+        return operator_pb2.GetFleetResponse(fleet=await self._hub.fleet_view())
 
     async def WatchFleet(
         self, request: operator_pb2.WatchFleetRequest, context: Any

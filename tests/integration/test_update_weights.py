@@ -359,12 +359,20 @@ async def test_metrics_name_what_is_served_and_what_was_refused(tmp_path: Path) 
         await fleet.push(Weights())
         with pytest.raises(grpc.aio.AioRpcError):
             await fleet.decided("no-such-update")
-        text = await asyncio.to_thread(lambda: urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5).read().decode())
+        wanted = (
+            'weightplane_model_served_number{model="policy"} 1.0',
+            'weightplane_engine_applied_number{engine="e0"} 1.0',
+            'reason="UNKNOWN_UPDATE"} 1.0',
+        )
+
+        async def all_there() -> bool:
+            url = f"http://127.0.0.1:{port}/metrics"
+            text = await asyncio.to_thread(lambda: urlopen(url, timeout=5).read().decode())
+            return all(line in text for line in wanted)
+
+        await eventually(all_there)
     finally:
         await fleet.close()
-    assert 'weightplane_model_served_number{model="policy"} 1.0' in text
-    assert 'weightplane_engine_applied_number{engine="e0"} 1.0' in text
-    assert 'reason="UNKNOWN_UPDATE"} 1.0' in text
 
 
 def free_port() -> int:
