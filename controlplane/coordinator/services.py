@@ -207,6 +207,7 @@ def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> events.EngineCo
         hello.group,
         hello.unit,
         hello.unit_size,
+        hello.life,
     )
     return events.EngineConnected(
         session,

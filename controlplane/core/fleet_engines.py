@@ -24,8 +24,9 @@ from controlplane.core.versions import FROZEN, NO_TERM
 
 
 def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
-    """A hello. The latest one of an engine is its life."""
+    """A hello. The latest life of an engine is the one that counts."""
     book.check_run(event.state.run_id)
+    _check_order(book, event)
     trainer = book.trainers.get(event.state.model)
     if trainer is not None and trainer.session is not None:
         check_fit(event.place, trainer.ranks)
@@ -49,6 +50,15 @@ def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
     book.put(record)
     book.awaited.discard(engine_id)
     return [*effects, *frozen, Welcome(event.session, NO_TERM), *_after_report(book, record, now)]
+
+
+def _check_order(book: Book, event: EngineConnected) -> None:
+    """L2: the hello of an earlier life, held up on its way, must not take the place of the one that lives."""
+    old = book.engines.get(event.place.engine_id)
+    if old is not None and event.place.life and event.place.life < old.place.life:
+        raise e.WrongIncarnation(
+            engine_id=event.place.engine_id, expected=old.state.incarnation, got=event.state.incarnation
+        )
 
 
 def _check_frozen(book: Book, state: EngineState) -> None:

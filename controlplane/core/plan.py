@@ -48,6 +48,8 @@ class EnginePlace:
     """Engines that serve together or not at all, such as prefill and decode: behind one gate."""
     unit_size: int = 0
     """How many engines the unit has."""
+    life: int = 0
+    """Number of this life, by the agent's disk; 0: unknown. Incarnations have no order, lives have."""
 
 
 @dataclass(frozen=True, slots=True)

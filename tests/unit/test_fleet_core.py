@@ -73,12 +73,13 @@ class Fleet:
         group: str = "",
         unit: str = "",
         unit_size: int = 0,
+        life: int = 0,
     ) -> int:
         """An engine agent says hello, unset. Returns its session."""
         self.sessions += 1
         state = EngineState(RUN, POLICY, EngineId(name), Incarnation(incarnation), Life.RUNNING)
         uuids = tuple(DeviceUuid(d) for d in devices or (f"dev-{name}",))
-        place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", uuids, group, unit, unit_size)
+        place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", uuids, group, unit, unit_size, life)
         self.states[name] = state
         self.handle(events.EngineConnected(self.sessions, place, state, False, (), Term(0), Term(0)))
         return self.sessions
@@ -409,6 +410,17 @@ def test_l2_an_old_lifes_words_are_refused(two: tuple[Fleet, dict[str, int]]) ->
     stale = replace(f.states["e0"], incarnation=Incarnation("i1"))
     with pytest.raises(e.WrongIncarnation):
         f.handle(events.EngineReported(new, stale, True))
+
+
+def test_l2_a_hello_of_an_earlier_life_that_arrives_late_is_refused(two: tuple[Fleet, dict[str, int]]) -> None:
+    f, _ = two
+    f.engine("e0", incarnation="i3", life=3)
+    with pytest.raises(e.WrongIncarnation) as refused:
+        f.engine("e0", incarnation="i2", life=2)
+    assert (refused.value.expected, refused.value.got) == ("i3", "i2")
+    assert f.core.engines[EngineId("e0")].state.incarnation == "i3"
+    f.engine("e0", incarnation="i4", life=4)
+    f.engine("e0", incarnation="of an agent without a disk")
 
 
 def test_inv8_silence_is_unknown(two: tuple[Fleet, dict[str, int]]) -> None:

@@ -126,6 +126,7 @@ class EngineHello(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
     UNIT_SIZE_FIELD_NUMBER: _builtins.int
+    LIFE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are reached, host:port."""
     host_id: _builtins.str
@@ -142,6 +143,10 @@ class EngineHello(_message.Message):
     """Engines of one unit serve together or not at all, behind one gate: prefill and decode. Empty: it is alone."""
     unit_size: _builtins.int
     """How many engines its unit has."""
+    life: _builtins.int
+    """Number of this life of the engine, from 1, kept on the agent's disk. A hello that arrives after that of a later
+    life is refused (L2). 0: unknown.
+    """
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its state, with its run, name, incarnation and model."""
@@ -168,10 +173,11 @@ class EngineHello(_message.Message):
         group: _builtins.str = ...,
         unit: _builtins.str = ...,
         unit_size: _builtins.int = ...,
+        life: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
