@@ -1,64 +1,45 @@
-"""A fleet of real processes under a supervisor, and an observer that looks at every version it claims.
+"""A fleet of real processes under a supervisor.
 
 Promises: each daemon is started again with the same command when it ends, as systemd would, except where its exit code
-says never to (FENCED); everything that was started is ended at the close, by its pid. What a version's weights
-are is taken from the coordinator's log of what it wrote, never from an engine.
+says never to (FENCED); everything that was started is ended at the close, by its pid. An observer looks at each engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import os
-import re
 import shutil
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import grpc
-import xxhash
 
-from controlplane.core.layout import content_digest
 from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from controlplane.processes import descendants, start_time
+from controlplane.processes import start_time
 from controlplane.rpc.channels import open_channel
-from engine_agent.memory_engine import token_of, weights_of
-from tests.kill_matrix.matrix import Outcome
-from tests.support.toy_rank import SHAPES, Script, tensors_of
-from weightplane.v1 import (
-    engine_pb2,
-    lifecycle_pb2,
-    lifecycle_pb2_grpc,
-    operator_pb2,
-    operator_pb2_grpc,
-    rollout_pb2,
-    rollout_pb2_grpc,
-)
+from engine_agent.vllm.checkpoint import HEAD_NAME
+from tests.kill_matrix.matrix import Backend
+from tests.kill_matrix.observer import LOOK_SECONDS, RUN, Ledger, LogTail, Observer
+from tests.kill_matrix.truth import VOCABULARY, MemoryTruth, Truth, VllmTruth
+from tests.support.tiny_model import make_tiny_model
+from tests.support.tiny_rank import EMBEDDING_NAME, TinyWeights
+from tests.support.toy_rank import SHAPES, Script
+from trainer_agent.agent.launch import lives
+from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
 ROOT = Path(__file__).parents[2]
-TOY = ROOT / "tests" / "support" / "toy_rank.py"
-RUN = "kill-matrix"
+RANKS = ROOT / "tests" / "support"
 ENGINES = ("e0", "e1")
-PROMPT = (1, 2, 3)
-VOCABULARY = 256
-SAMPLE_TOKENS = 4
-LOOK_SECONDS = 0.5
-"""Longest wait for one answer: a daemon that is held or stopped gives none."""
-EVERY_SECONDS = 0.05
 RESTART_SECONDS = 0.2
 END_SECONDS = 15.0
-_BEGAN = re.compile(r"version=WeightVersion\(number=(\d+), term=\d+\), step=(\d+)")
-_UPDATE = re.compile(r"update_id='([^']+)'")
-_PHASE = re.compile(r"<Phase\.([A-Z]+)")
 
 
 class Daemon:
@@ -66,15 +47,17 @@ class Daemon:
 
     def __init__(self, name: str, arguments: list[str], directory: Path) -> None:
         self.name = name
+        self.command = arguments[0]
         self.failpoints = directory / f"{name}-failpoints"
         self.failpoints.mkdir()
         self.log = directory / f"{name}.log"
         self.starts = 0
+        self.exits: list[int] = []
+        """How each life that is over ended."""
         self.given_up: int | None = None
         """The exit code after which it is not started again."""
         self._arguments = arguments
         self._process: asyncio.subprocess.Process | None = None
-        self._below: dict[int, int] = {}
         self._supervisor = asyncio.create_task(self._supervise())
 
     @property
@@ -103,7 +86,7 @@ class Daemon:
         process = self._process
         if process is None:
             return
-        below = {p: start_time(p) for p in descendants(process.pid)} if process.returncode is None else {}
+        below = lives(process.pid) if process.returncode is None else {}
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGCONT)
             process.terminate()
@@ -113,7 +96,7 @@ class Daemon:
             process.kill()
         await process.wait()
         for pid, started in below.items():
-            if started is not None and start_time(pid) == started:
+            if start_time(pid) == started:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
 
@@ -122,6 +105,7 @@ class Daemon:
             await self._start()
             assert self._process is not None, "just started"
             code = await self._process.wait()
+            self.exits.append(code)
             if code == ExitCode.FENCED:
                 self.given_up = code
                 return
@@ -132,7 +116,7 @@ class Daemon:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'protos'}",
             "PYTHONUNBUFFERED": "1",
             DIRECTORY_VARIABLE: str(self.failpoints),
         }
@@ -152,225 +136,84 @@ class Daemon:
             )
 
 
-class LogTail:
-    """The JSON lines of a log, each read once. Lines that are none are somebody else's."""
+@dataclass(frozen=True)
+class Cargo:
+    """What a fleet's trainer pushes, and to whom."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def fresh(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    return
-                self._offset += len(line)
-                with suppress(ValueError):
-                    parsed = json.loads(line)
-                    if isinstance(parsed, dict):
-                        yield parsed
+    rank: Path = RANKS / "toy_rank.py"
+    """The script of its ranks."""
+    arguments: tuple[str, ...] = ()
+    """The script's, after its first."""
+    shapes: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {**SHAPES, "tied": SHAPES["embed"]})
+    """What an in-memory engine expects."""
+    vllm: Path | None = None
+    """Directory of the model with which e0 is a vLLM engine; None: it is in memory."""
+    truths: tuple[Truth, ...] = (MemoryTruth(), MemoryTruth())
+    """About e0 and e1."""
 
 
-class Ledger:
-    """What the coordinator wrote, from its log: the step of each number, and how each update was decided."""
-
-    def __init__(self, log: Path) -> None:
-        self._tail = LogTail(log)
-        self._numbers: dict[str, int] = {}
-        self._steps: dict[int, int] = {}
-        self._phases: dict[int, str] = {}
-
-    def step(self, number: int) -> int | None:
-        self._read()
-        return self._steps.get(number)
-
-    @property
-    def newest(self) -> int:
-        """The latest number given; 0: none."""
-        self._read()
-        return max(self._steps, default=0)
-
-    def outcome(self, number: int) -> Outcome | None:
-        """None: nothing about it was written yet."""
-        self._read()
-        phase = self._phases.get(number)
-        return (
-            None
-            if phase is None
-            else {"COMMITTED": Outcome.COMMITTED, "DEGRADED": Outcome.DEGRADED}.get(phase, Outcome.KEPT)
-        )
-
-    def _read(self) -> None:
-        for line in self._tail.fresh():
-            if line.get("event") == "record_written":
-                self._take(str(line["kind"]), str(line["record"]))
-
-    def _take(self, kind: str, record: str) -> None:
-        update = _UPDATE.search(record)
-        if kind == "UpdateBegan" and update is not None and (began := _BEGAN.search(record)) is not None:
-            self._numbers[update[1]] = int(began[1])
-            self._steps[int(began[1])] = int(began[2])
-        elif kind == "UpdateDecided" and update is not None and (phase := _PHASE.search(record)) is not None:
-            self._phases[self._numbers[update[1]]] = phase[1]
-
-
-@dataclass(frozen=True, slots=True)
-class Truth:
-    """A step's weights, computed here."""
-
-    content: bytes
-    tokens: tuple[int, ...]
-
-
-@cache
-def truth_of(step: int) -> Truth:
-    """What an engine with the weights of this step says."""
-    parts = {name: tensor.numpy().tobytes() for name, tensor in tensors_of(step).items()}
-    weights = weights_of({name: hashlib.sha256(part).digest() for name, part in parts.items()})
-    return Truth(
-        content_digest([xxhash.xxh3_64_digest(part) for part in parts.values()]),
-        tuple(token_of(weights, PROMPT, i, VOCABULARY) for i in range(SAMPLE_TOKENS)),
+def _cargo(backend: Backend, directory: Path) -> Cargo:
+    if backend is Backend.MEMORY:
+        return Cargo()
+    model = make_tiny_model(directory / "model", seed=0)
+    weights = TinyWeights(model)
+    shapes = weights.shapes
+    return Cargo(
+        rank=RANKS / "tiny_rank.py",
+        arguments=(str(model),),
+        shapes={**shapes, HEAD_NAME: shapes[EMBEDDING_NAME]},
+        vllm=model,
+        truths=(VllmTruth(model), MemoryTruth(weights.tensors_of)),
     )
-
-
-@dataclass
-class Observer:
-    """Looks at one engine's claims, again and again, and writes down what is wrong about them."""
-
-    engine_id: str
-    channel: grpc.aio.Channel
-    ledger: Ledger
-    wrong: list[str] = field(default_factory=list)
-    samples: int = 0
-    status: engine_pb2.EngineStatus | None = None
-    """The last answer; None while there is none."""
-    sampled: int = 0
-    """The number of the last sample's version; 0 while there is none."""
-    _life: str = ""
-    _highest: int = 0
-    _unset_for: str = ""
-    """The update that it last had no version in."""
-
-    async def watch(self) -> None:
-        while True:
-            self.status = await self._ask()
-            if self.status is not None:
-                self._judge(self.status)
-            self.sampled = await self._sample() if self.status is not None and self.status.gate_open else 0
-            await asyncio.sleep(EVERY_SECONDS)
-
-    async def _ask(self) -> engine_pb2.EngineStatus | None:
-        stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel)
-        try:
-            response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=LOOK_SECONDS)
-        except grpc.aio.AioRpcError:
-            return None
-        assert isinstance(response.status, engine_pb2.EngineStatus)
-        return response.status
-
-    def _judge(self, status: engine_pb2.EngineStatus) -> None:
-        if status.engine.incarnation != self._life:
-            self._life, self._highest = status.engine.incarnation, 0
-        if not status.HasField("applied"):
-            self._unset_for = status.update.update_id
-            if status.gate_open:
-                self._say("an open gate without a version")
-            return
-        number = status.applied.number
-        truth = self._truth(number)
-        self._judge_install(status)
-        if number < self._highest:
-            self._say(f"version {number} after {self._highest} in one life")
-        if truth is not None and status.content_digest != truth.content:
-            self._say(f"version {number} with other content than it has")
-        self._highest = max(number, self._highest)
-
-    def _judge_install(self, status: engine_pb2.EngineStatus) -> None:
-        """Of a status that claims a version: nothing is claimed from the first byte on until the install is done."""
-        update = status.update
-        if update.stage != engine_pb2.UPDATE_STAGE_INSTALLING:
-            return
-        if update.version == status.applied or update.update_id == self._unset_for:
-            self._say(f"version {status.applied.number} while it installs {update.version.number}")
-
-    async def _sample(self) -> int:
-        """Tokens with their versions; 0: none, which a shut gate and a dead agent may give."""
-        stub: Any = rollout_pb2_grpc.RolloutStub(self.channel)
-        request = rollout_pb2.GenerateRequest(
-            run_id=RUN,
-            model="policy",
-            prompt_token_ids=PROMPT,
-            sampling=rollout_pb2.SamplingParams(max_tokens=SAMPLE_TOKENS),
-        )
-        request.wait.FromMilliseconds(1)
-        tokens: list[int] = []
-        finish = rollout_pb2.Finish()
-        try:
-            async for response in stub.Generate(request, timeout=LOOK_SECONDS):
-                tokens += response.token_ids
-                finish = response.finish
-        except grpc.aio.AioRpcError:
-            return 0
-        return self._judge_sample(tokens, finish)
-
-    def _judge_sample(self, tokens: list[int], finish: rollout_pb2.Finish) -> int:
-        number = 0
-        for span in finish.spans:
-            number = span.version.number
-            truth = self._truth(number)
-            if truth is not None and tuple(tokens[span.start : span.end]) != truth.tokens[span.start : span.end]:
-                self._say(f"tokens {tokens} that version {number} does not make")
-        self.samples += bool(number)
-        return number
-
-    def _truth(self, number: int) -> Truth | None:
-        step = self.ledger.step(number)
-        if step is None:
-            self._say(f"version {number}, which no ledger knows")
-            return None
-        return truth_of(step)
-
-    def _say(self, what: str) -> None:
-        self.wrong.append(f"{self.engine_id} claims {what}")
 
 
 class Fleet:
     """The processes, their supervisor and their observers."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, backend: Backend = Backend.MEMORY) -> None:
         self.directory = directory
+        self.backend = backend
         self.ports = dict(zip(("coordinator", *ENGINES), _free_ports(1 + len(ENGINES)), strict=True))
         self.daemons: dict[str, Daemon] = {}
         self.channels = {name: open_channel(f"127.0.0.1:{port}") for name, port in self.ports.items()}
         self.ledger = Ledger(directory / "coordinator.log")
-        self.observers = {e: Observer(e, self.channels[e], self.ledger) for e in ENGINES}
+        self._cargo = _cargo(backend, directory)
+        self.observers = {
+            e: Observer(e, self.channels[e], self.ledger, truth)
+            for e, truth in zip(ENGINES, self._cargo.truths, strict=True)
+        }
         self._watches: list[asyncio.Task[None]] = []
         self._ranks: dict[int, int] = {}
         self._rank_lines = LogTail(directory / "trainer.log")
 
+    @property
+    def address(self) -> str:
+        """Of the coordinator."""
+        return f"127.0.0.1:{self.ports['coordinator']}"
+
     def start(self) -> None:
-        address = f"127.0.0.1:{self.ports['coordinator']}"
-        self._daemon(
-            "coordinator", {"listen": address, "run_id": RUN, "heartbeat_seconds": 0.2, "lease_ttl_seconds": 2.0}
-        )
+        """All but a trainer."""
+        lease = {"heartbeat_seconds": 0.2, "lease_ttl_seconds": 2.0}
+        self._daemon("coordinator", "coordinator", {"listen": self.address, "run_id": RUN, **lease})
         for engine_id, devices in (("e0", []), ("e1", [0, 1])):
-            self._daemon(engine_id, _engine(engine_id, self.ports[engine_id], address, devices))
-        script = json.dumps(asdict(Script(steps=1_000_000, pause_before_step=0.3, push_timeout=20.0)))
-        settings = {"coordinator": address, "run_id": RUN, "trainer_id": "toy", "nproc_per_node": 2}
-        settings |= {"max_restarts": 1000, "chunk_bytes": 65536, "stop_seconds": 5.0}
-        self._daemon("trainer", settings, "--", str(TOY), script)
+            self._daemon(engine_id, "engine", self._engine(engine_id, devices))
         self._watches += [asyncio.create_task(o.watch()) for o in self.observers.values()]
+
+    def start_trainer(self, name: str = "trainer", *, takeover: bool = False, **script: Any) -> Daemon:
+        """One that pushes without end; `script` goes over what its ranks do."""
+        ranks = Script(**{"steps": 1_000_000, "pause_before_step": 0.3, "push_timeout": 20.0, **script})
+        settings = {"coordinator": self.address, "run_id": RUN, "trainer_id": name, "nproc_per_node": 2}
+        settings |= {"max_restarts": 1000, "chunk_bytes": 65536, "stop_seconds": 5.0, "takeover": takeover}
+        command = [str(self._cargo.rank), json.dumps(asdict(ranks)), *self._cargo.arguments]
+        return self._daemon(name, "trainer", settings, "--", *command)
 
     async def close(self) -> None:
         for task in self._watches:
             task.cancel()
         await asyncio.gather(*self._watches, return_exceptions=True)
-        if "trainer" in self.daemons:
-            await self.daemons.pop("trainer").close()  # it says goodbye to the others
-        await asyncio.gather(*(daemon.close() for daemon in self.daemons.values()))
+        trainers = [d for d in self.daemons.values() if d.command == "trainer"]
+        await asyncio.gather(*(d.close() for d in trainers))  # they say goodbye to the others
+        await asyncio.gather(*(d.close() for d in self.daemons.values() if d not in trainers))
         for channel in self.channels.values():
             await channel.close()
 
@@ -378,7 +221,7 @@ class Fleet:
         """Of a process as the matrix names it. Raises AssertionError where it does not live."""
         if process in ("leader", "rank"):
             return self._rank(0 if process == "leader" else 1)
-        return self.daemons["e0" if process == "engine" else process].pid
+        return self.daemons["e0" if process in ("engine", "vllm") else process].pid
 
     def _rank(self, number: int) -> int:
         for line in self._rank_lines.fresh():
@@ -422,39 +265,45 @@ class Fleet:
         found += [f"an observer broke: {t.exception()!r}" for t in self._watches if t.done()]
         return list(dict.fromkeys(found))
 
-    def _daemon(self, name: str, settings: dict[str, Any], *more: str) -> None:
-        command = "engine" if name in ENGINES else name
+    def _daemon(self, name: str, command: str, settings: dict[str, Any], *more: str) -> Daemon:
         config = self.directory / f"{name}.toml"
         config.write_text(_toml(settings | {"state_dir": str(self.directory / f"{name}-state")}))
-        self.daemons[name] = Daemon(name, [command, "--config", str(config), *more], self.directory)
+        daemon = self.daemons[name] = Daemon(name, [command, "--config", str(config), *more], self.directory)
+        return daemon
+
+    def _engine(self, engine_id: str, devices: list[int]) -> dict[str, Any]:
+        settings = {
+            "engine_id": engine_id,
+            "coordinator": self.address,
+            "run_id": RUN,
+            "listen": f"127.0.0.1:{self.ports[engine_id]}",
+            "cpu_devices": devices,
+            "stream_idle_seconds": 5.0,
+            "max_restarts": 1000,
+        }
+        if self._cargo.vllm is not None and engine_id == "e0":
+            model = {"model": str(self._cargo.vllm), "dtype": "float32", "max_model_len": 128}
+            return settings | {"vllm": model | {"kv_cache_memory_bytes": 32 << 20}}
+        tensors = {name: list(shape) for name, shape in self._cargo.shapes.items()}
+        memory = {"install_seconds": 0.1, "vocab_size": VOCABULARY, "tensors": tensors}
+        return settings | {"backend": "memory", "memory": memory}
 
 
 @asynccontextmanager
-async def running_fleet(directory: Path) -> AsyncIterator[Fleet]:
+async def running_fleet(
+    directory: Path, backend: Backend = Backend.MEMORY, *, trains: bool = True
+) -> AsyncIterator[Fleet]:
     """A started fleet in an empty directory, which is removed unless something failed inside."""
     directory.mkdir(parents=True)
-    fleet = Fleet(directory)
+    fleet = Fleet(directory, backend)
     try:
         fleet.start()
+        if trains:
+            fleet.start_trainer()
         yield fleet
     finally:
         await fleet.close()
     shutil.rmtree(directory)
-
-
-def _engine(engine_id: str, port: int, coordinator: str, devices: list[int]) -> dict[str, Any]:
-    tensors = {name: list(shape) for name, shape in {**SHAPES, "tied": SHAPES["embed"]}.items()}
-    return {
-        "engine_id": engine_id,
-        "coordinator": coordinator,
-        "run_id": RUN,
-        "listen": f"127.0.0.1:{port}",
-        "backend": "memory",
-        "cpu_devices": devices,
-        "stream_idle_seconds": 5.0,
-        "max_restarts": 1000,
-        "memory": {"install_seconds": 0.1, "vocab_size": VOCABULARY, "tensors": tensors},
-    }
 
 
 def _toml(settings: dict[str, Any], table: str = "") -> str:

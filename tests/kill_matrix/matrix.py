@@ -12,6 +12,15 @@ from enum import Enum
 
 HEAL_SECONDS = 30.0
 """From the blow until the fleet must be whole again."""
+VLLM_HEAL_SECONDS = 90.0
+"""The same where a vLLM engine must be started anew, which takes 10 to 25 s of them by itself."""
+
+
+class Backend(Enum):
+    """What the struck engine of a fleet is."""
+
+    MEMORY = "memory"
+    VLLM = "vllm"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +54,12 @@ PROCESSES = {
     "rank": "other rank",
     "trainer": "trainer agent",
     "engine": "engine agent",
+    "vllm": "engine agent (vLLM)",
     "coordinator": "coordinator",
 }
 """Short names, as on the command line, and how the table calls them."""
 
-STOPPED = ("leader", "trainer", "engine", "coordinator")
+STOPPED = ("leader", "trainer", "engine", "vllm", "coordinator")
 """Who is also stopped for a while and then continued."""
 
 
@@ -69,6 +79,17 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.phase.name}:{self.process}" + (":stop" if self.blow is Blow.STOP else "")
+
+    @property
+    def backend(self) -> Backend:
+        """Of the fleet that it needs."""
+        return Backend.VLLM if self.process == "vllm" else Backend.MEMORY
+
+    @property
+    def limit_seconds(self) -> float:
+        """From the blow until the fleet must be whole again."""
+        restarts = self.backend is Backend.VLLM and self.blow is Blow.KILL
+        return VLLM_HEAL_SECONDS if restarts else HEAL_SECONDS
 
 
 class Outcome(Enum):
@@ -101,7 +122,7 @@ class Finding:
 def cells(only: str = "") -> list[Cell]:
     """All of them, or those that `only` names: PHASE (both blows), PHASE:PROCESS (the kill) or PHASE:PROCESS:stop.
 
-    An empty phase or process means all.
+    An empty phase or process means all. Those of one backend follow each other, so that they can share a fleet.
 
     Raises:
         ValueError: it names none.
@@ -113,7 +134,7 @@ def cells(only: str = "") -> list[Cell]:
     chosen = [c for c in whole if phase in ("", c.phase.name) and process in ("", c.process) and c.blow in blows]
     if not chosen:
         raise ValueError(f"no cell is named {only!r}; phases: {[p.name for p in PHASES]}, processes: {list(PROCESSES)}")
-    return chosen
+    return sorted(chosen, key=lambda c: c.backend is Backend.VLLM)
 
 
 def table(findings: Iterable[Finding], blow: Blow) -> str:
@@ -133,8 +154,6 @@ def document(findings: list[Finding], seconds: float) -> str:
     phases = "\n".join(f"| {p.name} | {p.meaning} |" for p in PHASES)
     failed = [f for f in findings if f.problems]
     problems = "\n".join(f"- {f.cell.name}: {'; '.join(f.problems)}" for f in failed)
-    slowest = max((f.heal_seconds for f in findings), default=0.0)
-    later = max((f.next_seconds for f in findings), default=0.0)
     parts = (
         INTRODUCTION,
         "| phase | what is true there |\n|---|---|\n" + phases + "\n",
@@ -142,13 +161,28 @@ def document(findings: list[Finding], seconds: float) -> str:
         "## SIGSTOP, and SIGCONT after 3 s\n\nTimes count from the SIGSTOP: 3 s of each are its own.\n",
         f"{table(findings, Blow.STOP)}\n",
         _wrapped(
-            f"{len(findings)} cells in {seconds / 60:.0f} minutes, {len(failed)} failed. The slowest was whole "
-            f"after {slowest:.1f} s; a later push had reached both engines after {later:.1f} s at most. Times are "
-            "of a machine with 2 busy cores; most of them are the start of Python and torch in the ranks."
+            f"{len(findings)} cells in {seconds / 60:.0f} minutes, {len(failed)} failed. {_slowest(findings)}"
+            "Times are of a machine with 2 busy cores; most of them are the start of Python and torch in the ranks, "
+            "and of vLLM in its column."
         ),
         f"Failed:\n\n{problems}\n" if failed else "",
     )
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _slowest(findings: list[Finding]) -> str:
+    """Of each backend: a start of vLLM would hide the others."""
+    text = ""
+    for backend, engines in ((Backend.MEMORY, "in-memory engines"), (Backend.VLLM, "the vLLM engine")):
+        of_it = [f for f in findings if f.cell.backend is backend]
+        whole = max((f.heal_seconds for f in of_it), default=0.0)
+        later = max((f.next_seconds for f in of_it), default=0.0)
+        if of_it:
+            text += (
+                f"With {engines} the slowest was whole after {whole:.1f} s, and a later push had reached both engines "
+                f"after {later:.1f} s at most. "
+            )
+    return text
 
 
 def _wrapped(text: str) -> str:
@@ -165,6 +199,10 @@ leads both. The trainer pushes without end. In each cell a push is held at a pha
 push is let go. Whatever died is started again with the same command, as systemd would; the ranks are started again by
 their agent. Nobody else helps.
 
+The column *engine agent (vLLM)* has a real vLLM engine where the struck in-memory engine was: a small Llama in float32,
+which the trainer pushes whole, with other weights at each step. Its tokens are compared with what transformers makes
+of the weights of the version that they claim; the other engine stays in memory and is compared as ever.
+
 - **What is seen.** Nothing wrong: at every look the engines' statuses and tokens are compared with the weights of the
   version that they claim. A version never falls while an engine lives, and none is claimed during an install. The
   push itself ends in one of three ways. *committed*: the fleet serves it. *degraded*: it serves it with the
@@ -174,5 +212,7 @@ their agent. Nobody else helps.
   killed engine agent: it comes back unset and takes the next push. A killed coordinator: it reads its ledger, asks the
   engines what they hold, and decides. A stopped process goes on where it was, or is told that it is late.
 - **When it is whole.** Both engines are routable and serve one version, the held push's or a later one. That must come
-  within {HEAL_SECONDS:.0f} s of the blow, and after it a later push must arrive. The tables give the seconds to whole.
+  within {HEAL_SECONDS:.0f} s of the blow, or within {VLLM_HEAL_SECONDS:.0f} s where a vLLM engine must be started anew;
+  after it a later push must arrive, and no process may be left that the killed one had started. The tables give the
+  seconds to whole.
 """

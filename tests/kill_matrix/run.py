@@ -2,7 +2,8 @@
 
     python -m tests.kill_matrix.run [--only PHASE:PROCESS[:stop]] [--write docs/failures.md] [--keep DIRECTORY]
 
-Promises: cells run one after the other on one fleet, which a failed cell costs; the exit code is 1 if any failed.
+Promises: cells run one after the other, those of one backend on one fleet, which a failed cell costs; the exit code
+is 1 if any failed.
 Refuses to help the fleet: all that is done for it is what systemd would do.
 """
 
@@ -15,15 +16,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
+from controlplane.processes import start_time
 from tests.kill_matrix.fleet import Fleet, running_fleet
-from tests.kill_matrix.matrix import HEAL_SECONDS, Blow, Cell, Finding, Outcome, cells, document, table
+from tests.kill_matrix.matrix import Blow, Cell, Finding, Outcome, cells, document, table
 from tests.support.eventually import eventually
+from trainer_agent.agent.launch import lives
 
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 """Until a fresh fleet serves its first version, and until ranks that died have pushed again."""
 STOP_SECONDS = 3.0
 """Longer than the lease."""
@@ -40,16 +44,39 @@ class CellFailed(Exception):
 async def run_cells(todo: Sequence[Cell], directory: Path) -> AsyncIterator[Finding]:
     """One finding a cell. A failed cell's logs stay under `directory`."""
     left = list(todo)
-    lives = 0
+    fleets = 0
     while left:
-        lives += 1
+        fleets += 1
         with suppress(CellFailed):
-            async with running_fleet(directory / f"fleet-{lives}") as fleet:
-                while left:
+            backend = left[0].backend
+            async with running_fleet(directory / f"fleet-{fleets}", backend) as fleet:
+                while left and left[0].backend is backend:
                     finding = await run_cell(fleet, left.pop(0))
                     yield finding
                     if finding.problems:
                         raise CellFailed(finding)
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A blow that fell."""
+
+    held: int
+    """The held push's number."""
+    at: float
+    """Monotonic seconds."""
+    below: Mapping[int, int]
+    """What the killed process had started, each with its start time."""
+
+    @property
+    def seconds(self) -> float:
+        """Since it fell."""
+        return time.monotonic() - self.at
+
+    @property
+    def left_behind(self) -> list[int]:
+        """Processes that live though the one that started them was killed."""
+        return [pid for pid, started in self.below.items() if start_time(pid) == started]
 
 
 async def run_cell(fleet: Fleet, cell: Cell) -> Finding:
@@ -57,43 +84,50 @@ async def run_cell(fleet: Fleet, cell: Cell) -> Finding:
     try:
         await eventually(fleet.whole_at, within=START_SECONDS)
         await eventually(lambda: fleet.pid_of(cell.process), within=START_SECONDS)
-        held, struck = await _strike(fleet, cell)
+        struck = await _strike(fleet, cell)
     except AssertionError as error:
         return Finding(cell, problems=(f"the phase was not reached: {error}", *fleet.take_problems()))
-    return await _healed(fleet, cell, held, struck)
+    return await _healed(fleet, cell, struck)
 
 
-async def _strike(fleet: Fleet, cell: Cell) -> tuple[int, float]:
-    """The held push's number, and when the blow fell."""
+async def _strike(fleet: Fleet, cell: Cell) -> Struck:
     holder, point = fleet.daemons[cell.phase.holder], cell.phase.point
     holder.arm(point, cell.phase.arm)
     try:
         await eventually(lambda: holder.reached(point), within=START_SECONDS)
-        held, struck = fleet.ledger.newest, time.monotonic()
         pid = fleet.pid_of(cell.process)
+        below = lives(pid) if cell.blow is Blow.KILL else {}
+        struck = Struck(fleet.ledger.newest, time.monotonic(), below)
         os.kill(pid, signal.SIGKILL if cell.blow is Blow.KILL else signal.SIGSTOP)
     finally:
         holder.let_go(point)
     if cell.blow is Blow.STOP:
-        await eventually(lambda: time.monotonic() - struck >= STOP_SECONDS)
+        await eventually(lambda: struck.seconds >= STOP_SECONDS)
         os.kill(pid, signal.SIGCONT)
-    return held, struck
+    return struck
 
 
-async def _healed(fleet: Fleet, cell: Cell, held: int, struck: float) -> Finding:
+async def _healed(fleet: Fleet, cell: Cell, struck: Struck) -> Finding:
     outcome: Outcome | None = None
     whole = later = 0.0
     problems: list[str] = []
     try:
-        await eventually(lambda: _whole(fleet, held), within=HEAL_SECONDS - (time.monotonic() - struck))
-        whole = time.monotonic() - struck
-        await eventually(lambda: _whole(fleet, held + 1), within=START_SECONDS)
-        later = time.monotonic() - struck
-        outcome = await eventually(lambda: fleet.ledger.outcome(held))
+        await eventually(lambda: _whole(fleet, struck.held), within=cell.limit_seconds - struck.seconds)
+        whole = struck.seconds
+        await eventually(lambda: _whole(fleet, struck.held + 1), within=START_SECONDS)
+        later = struck.seconds
+        outcome = await eventually(lambda: fleet.ledger.outcome(struck.held))
+        await eventually(lambda: _nothing_left(struck))
     except AssertionError as error:
-        problems.append(f"version {held}: {error}")
+        problems.append(f"version {struck.held}: {error}")
     problems += fleet.take_problems()
     return Finding(cell, outcome, whole, later, tuple(problems))
+
+
+def _nothing_left(struck: Struck) -> bool:
+    left = struck.left_behind
+    assert not left, f"processes {left} outlive the one that started them"
+    return True
 
 
 async def _whole(fleet: Fleet, at_least: int) -> bool:

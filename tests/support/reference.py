@@ -31,6 +31,12 @@ class Reference:
         table = self._log_softmax(state, [*prefix, *tokens])
         return [float(table[len(prefix) + i - 1][token]) for i, token in enumerate(tokens)]
 
+    def shortfalls(self, state: Mapping[str, Any], prefix: Sequence[int], tokens: Sequence[int]) -> list[float]:
+        """How far below the likeliest token's log probability that of each of `tokens` lies, given all before it."""
+        table = self._log_softmax(state, [*prefix, *tokens])
+        rows = table[len(prefix) - 1 : len(prefix) - 1 + len(tokens)]
+        return [float(row.max() - row[token]) for row, token in zip(rows, tokens, strict=True)]
+
     def _log_softmax(self, state: Mapping[str, Any], tokens: Sequence[int]) -> Any:
         import torch
 

@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +108,13 @@ def say(**fields: Any) -> None:
     sys.stdout.flush()
 
 
-def main() -> None:
+def main(source_of: Callable[[Script, int], ToySource] = ToySource) -> None:
     script = Script(**json.loads(sys.argv[1]))
     rank_number = int(os.environ.get("RANK", "0"))
     torch.set_num_threads(1)
     if script.init_group:
         dist.init_process_group("gloo")
-    source = ToySource(script, rank_number)
+    source = source_of(script, rank_number)
     try:
         rank = TrainerRank.join(
             script.coordinator,
