@@ -1,0 +1,497 @@
+"""The fleet under test: a coordinator and engine agents in this process over real gRPC, and writers by hand.
+
+On top of `tests.support.local_fleet`: every transport, versions in any number of chunks, engines that crash and come
+back on their address, more than one trainer, and notes of everything that was told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import grpc
+
+from controlplane.core.errors import WeightplaneError
+from controlplane.devices import SHARED_MEMORY, host_id
+from controlplane.rpc.errors import from_rpc_error
+from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.memory_engine import MemorySettings
+from tests.cases.samples import PROMPT, WITHIN, LiveSample
+from tests.support.eventually import eventually
+from tests.support.local_fleet import LAYOUT, RUN, SHAPES, LocalFleet, Stream, Weights
+from weightplane.v1 import (
+    engine_pb2,
+    fleet_pb2,
+    fleet_pb2_grpc,
+    layout_pb2,
+    lifecycle_pb2,
+    lifecycle_pb2_grpc,
+    operator_pb2,
+    operator_pb2_grpc,
+    rollout_pb2,
+    rollout_pb2_grpc,
+    version_pb2,
+    weight_update_pb2,
+)
+
+T = TypeVar("T")
+Transport: TypeAlias = weight_update_pb2.Transport.ValueType
+INLINE = weight_update_pb2.TRANSPORT_INLINE
+SHARED = weight_update_pb2.TRANSPORT_SHARED_MEMORY
+
+
+# ---- a version's bytes, on every transport ------------------------------------------------------
+
+
+class Segments:
+    """Shared-memory segments that this test made; gone with it."""
+
+    def __init__(self) -> None:
+        self._made: list[Path] = []
+
+    def make(self, data: bytes) -> str:
+        path = SHARED_MEMORY / f"weightplane-case-{secrets.token_hex(8)}"
+        path.write_bytes(data)
+        self._made.append(path)
+        return path.name
+
+    def close(self) -> None:
+        for path in self._made:
+            path.unlink(missing_ok=True)
+
+
+Buffers = Callable[[int, int], layout_pb2.BufferHandle]
+"""The handle of the bytes start ≤ i < end of a version."""
+
+
+def _inline(data: bytes, segments: Segments) -> Buffers:
+    return lambda start, end: layout_pb2.BufferHandle(inline=data[start:end])
+
+
+def _shared_memory(data: bytes, segments: Segments) -> Buffers:
+    name = segments.make(data)
+
+    def buffer(start: int, end: int) -> layout_pb2.BufferHandle:
+        place = layout_pb2.SharedMemoryRange(segment=name, host_id=host_id(), offset=start, byte_count=end - start)
+        return layout_pb2.BufferHandle(shared_memory=place)
+
+    return buffer
+
+
+CARRIERS: dict[Transport, Callable[[bytes, Segments], Buffers]] = {INLINE: _inline, SHARED: _shared_memory}
+"""How a version's bytes are handed over by each transport. V1 fails while a transport of the contract is not here."""
+TRANSPORTS = [
+    t for t in weight_update_pb2.Transport.values() if t != weight_update_pb2.TRANSPORT_UNSPECIFIED and t in CARRIERS
+]
+
+
+def transport_name(transport: Transport) -> str:
+    return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+
+
+class Cargo:
+    """One version's bytes in `count` chunks, by one transport."""
+
+    def __init__(self, weights: Weights, segments: Segments, transport: Transport = INLINE, count: int = 2) -> None:
+        self.weights = weights
+        self.transport = transport
+        self.count = count
+        data = b"".join(weights.parts)
+        self._buffers = CARRIERS[transport](data, segments)
+        self._cuts = [len(data) * i // count for i in range(count + 1)]
+
+    def bytes_until(self, index: int) -> int:
+        """How many bytes the chunks up to and including `index` have."""
+        return self._cuts[index + 1]
+
+    def chunk(self, version: version_pb2.WeightVersion, index: int) -> weight_update_pb2.Chunk:
+        start, end = self._cuts[index], self._cuts[index + 1]
+        return weight_update_pb2.Chunk(
+            version=version, index=index, records=self._records(start, end), buffers=[self._buffers(start, end)]
+        )
+
+    def _records(self, start: int, end: int) -> list[weight_update_pb2.TensorRecord]:
+        records, place = [], 0
+        for index, tensor in enumerate(LAYOUT.tensors):
+            first, last = max(start, place), min(end, place + tensor.byte_count)
+            if first < last:
+                record = weight_update_pb2.TensorRecord(
+                    tensor=index, tensor_offset=first - place, buffer_offset=first - start, byte_count=last - first
+                )
+                if last == place + tensor.byte_count:
+                    record.checksum = self.weights.checksums[index]
+                records.append(record)
+            place += tensor.byte_count
+        return records
+
+
+class Delivery:
+    """One attempt to bring a cargo to one engine, frame by frame."""
+
+    def __init__(self, stream: Stream, cargo: Cargo) -> None:
+        self.stream = stream
+        self.cargo = cargo
+
+    async def open(self) -> None:
+        """Up to the first chunk."""
+        if (await self.stream.open()).layout_needed:
+            await self.stream.layout()
+
+    async def chunk(self, index: int) -> None:
+        await self.stream.send(chunk=self.cargo.chunk(self.stream.version, index))
+
+    async def until_ready(self) -> None:
+        await self.open()
+        for index in range(self.cargo.count):
+            await self.chunk(index)
+        await self.wait_for("ready")
+
+    async def commit(self) -> None:
+        await self.stream.commit(self.cargo.weights, chunk_count=self.cargo.count)
+
+    async def applied(self) -> weight_update_pb2.UpdateApplied:
+        return (await self.wait_for("applied")).applied
+
+    async def wait_for(self, kind: str) -> weight_update_pb2.UpdateWeightsResponse:
+        """The next answer of a kind. Raises AioRpcError when the stream was refused."""
+        while (response := await self.stream.read()).WhichOneof("frame") != kind:
+            pass
+        return response
+
+    async def send_anyway(self, **frame: Any) -> None:
+        """A frame of a writer that does not look whether its stream still stands."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            await self.stream.send(**frame)
+
+    async def refusal(self) -> WeightplaneError:
+        """Read on until the stream is ended by an error."""
+        try:
+            while True:
+                await self.stream.read()
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+
+
+LOST_WORDS = "REMOTE"
+"""What a writer hears in place of its refusal if it was writing just then (grpc/grpc#36066, grpcio 1.85): see P4."""
+
+
+@contextmanager
+def refusals(*reasons: str) -> Iterator[list[WeightplaneError]]:
+    """The call inside must be refused for one of these reasons. The list gets the refusal."""
+    got: list[WeightplaneError] = []
+    try:
+        yield got
+    except grpc.aio.AioRpcError as error:
+        got.append(from_rpc_error(error))
+    assert got, f"nothing was refused; {reasons} was expected"
+    assert got[0].reason in reasons, str(got[0])
+
+
+# ---- what was told ------------------------------------------------------------------------------
+
+
+class Notes(Generic[T]):
+    """Every message of one watch, in order."""
+
+    def __init__(self, call: Any, unpack: Callable[[Any], T]) -> None:
+        self.told: list[T] = []
+        self._call = call
+        self._task = asyncio.create_task(self._read(unpack))
+
+    async def _read(self, unpack: Callable[[Any], T]) -> None:
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):  # whoever is watched may end
+            async for response in self._call:
+                self.told.append(unpack(response))
+
+    async def close(self) -> None:
+        self._call.cancel()
+        await asyncio.gather(self._task, return_exceptions=True)
+
+
+def number_of(status: engine_pb2.EngineStatus) -> int | None:
+    """The applied number; None is unset."""
+    return status.applied.number if status.HasField("applied") else None
+
+
+# ---- sessions -----------------------------------------------------------------------------------
+
+
+class Session:
+    """One agent's session with the coordinator, frame by frame."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    async def say(self, **frame: Any) -> None:
+        await self._call.write(fleet_pb2.SessionRequest(**frame))
+
+    async def hear(self) -> fleet_pb2.SessionResponse:
+        """The next frame. Raises AioRpcError when the session was ended, also if it was in order."""
+        frame = await asyncio.wait_for(self._call.read(), WITHIN)
+        if frame is grpc.aio.EOF:
+            code, details = await self._call.code(), await self._call.details()
+            raise grpc.aio.AioRpcError(code, grpc.aio.Metadata(), await self._call.trailing_metadata(), details)
+        assert isinstance(frame, fleet_pb2.SessionResponse)
+        return frame
+
+    async def welcome(self) -> fleet_pb2.Welcome:
+        """Skips states: see `test_P5_a_newcomer_hears_its_welcome_before_anything_else`."""
+        while not (frame := await self.hear()).HasField("welcome"):
+            pass
+        return frame.welcome
+
+    async def end(self) -> WeightplaneError:
+        """Hear on until the session is ended."""
+        try:
+            while True:
+                await self.hear()
+        except grpc.aio.AioRpcError as error:
+            return from_rpc_error(error)
+
+    def cut(self) -> None:
+        """Nobody is there any more."""
+        self._call.cancel()
+
+
+@dataclass
+class Trainer:
+    """A session that holds a model's lease."""
+
+    session: Session
+    term: int
+    hello: fleet_pb2.TrainerHello
+
+    def die(self) -> None:
+        """No goodbye."""
+        self.session.cut()
+
+    async def leave(self) -> None:
+        await self.session.say(goodbye=fleet_pb2.Goodbye(reason="done"))
+        await self.session.end()
+
+
+# ---- the fleet ----------------------------------------------------------------------------------
+
+
+class CaseFleet(LocalFleet):
+    """See the module."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.segments = Segments()
+        self._notes: list[Notes[Any]] = []
+        self._calls: list[Any] = []
+
+    # ---- parts ----
+
+    def start_engine_at(
+        self,
+        engine_id: str,
+        listen: str = "127.0.0.1:0",
+        *,
+        run_id: str = RUN,
+        stream_idle_seconds: float = 10.0,
+        **memory: Any,
+    ) -> None:
+        settings = EngineSettings(
+            engine_id=engine_id,
+            coordinator=self.address,
+            run_id=run_id,
+            listen=listen,
+            state_dir=self.directory / "engines",
+            backend="memory",
+            memory=MemorySettings(tensors=SHAPES, **memory),
+            stream_idle_seconds=stream_idle_seconds,
+        )
+        self._start(engine_id, run_engine, settings)
+
+    async def crash(self, name: str) -> None:
+        """End a part without a goodbye."""
+        task = self.tasks.pop(name)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    async def close(self) -> None:
+        for notes in self._notes:
+            await notes.close()
+        for call in self._calls:
+            call.cancel()
+        await super().close()
+        self.segments.close()
+
+    # ---- looking ----
+
+    def note_statuses(self, endpoint: str) -> Notes[engine_pb2.EngineStatus]:
+        """What an engine agent says from now on, asked of itself."""
+        stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(endpoint))
+        call = stub.WatchStatus(lifecycle_pb2.WatchStatusRequest(run_id=RUN))
+        return self._note(Notes(call, lambda response: response.status))
+
+    def note_views(self) -> Notes[operator_pb2.FleetView]:
+        """What the coordinator shows from now on."""
+        stub: Any = operator_pb2_grpc.OperatorStub(self.channel(self.address))
+        return self._note(Notes(stub.WatchFleet(operator_pb2.WatchFleetRequest()), lambda response: response.fleet))
+
+    def note_routes(self) -> Notes[fleet_pb2.WatchRoutesResponse]:
+        """Where rollout clients are sent from now on."""
+        call = self.fleet.WatchRoutes(fleet_pb2.WatchRoutesRequest(model="policy"))
+        return self._note(Notes(call, lambda response: response))
+
+    def _note(self, notes: Notes[T]) -> Notes[T]:
+        self._notes.append(notes)
+        return notes
+
+    async def say_until(self, endpoint: str, check: Callable[[engine_pb2.EngineStatus], bool]) -> None:
+        """Ask an agent for its status, one call after the other, until `check` holds."""
+        async with asyncio.timeout(WITHIN):
+            while not check(await self.status_at(endpoint)):
+                pass
+
+    async def status_at(self, endpoint: str) -> engine_pb2.EngineStatus:
+        stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(endpoint))
+        response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=5)
+        assert isinstance(response.status, engine_pb2.EngineStatus)
+        return response.status
+
+    async def is_routable(self, engine_id: str) -> bool:
+        return (await self.engine(engine_id)).routable
+
+    async def routable_are(self, engine_ids: set[str]) -> bool:
+        return {e.status.engine.engine_id for e in (await self.view()).engines if e.routable} == engine_ids
+
+    async def find_engine(self, engine_id: str) -> operator_pb2.EngineView | None:
+        return next((e for e in (await self.view()).engines if e.status.engine.engine_id == engine_id), None)
+
+    async def wait_for_a_life_after(self, incarnation: str, engine_id: str = "e0") -> operator_pb2.EngineView:
+        """The engine's view once the coordinator hears another life of it."""
+
+        async def came() -> operator_pb2.EngineView:
+            view = await self.find_engine(engine_id)
+            assert view is not None, f"{engine_id} is not known"
+            assert view.known, f"{engine_id} is silent"
+            assert view.status.engine.incarnation != incarnation, f"{engine_id} is still the old life"
+            return view
+
+        return await eventually(came, within=WITHIN)
+
+    # ---- lifecycle ----
+
+    async def pause(self, engine_id: str, owner: str = "me") -> None:
+        view = await self.engine(engine_id)
+        stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(view.endpoint))
+        request = lifecycle_pb2.PauseGenerationRequest(run_id=RUN, engine=view.status.engine, owner=owner)
+        await stub.PauseGeneration(request, timeout=5)
+
+    async def resume(self, engine_id: str, owner: str = "me") -> None:
+        view = await self.engine(engine_id)
+        stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(view.endpoint))
+        request = lifecycle_pb2.ResumeGenerationRequest(run_id=RUN, engine=view.status.engine, owner=owner)
+        await stub.ResumeGeneration(request, timeout=5)
+
+    # ---- writing ----
+
+    async def new_trainer(self, trainer_id: str, **changed: Any) -> Trainer:
+        """A trainer says hello and gets the lease. Raises AioRpcError when it is refused."""
+        values: dict[str, Any] = {
+            "run_id": RUN,
+            "model": "policy",
+            "trainer_id": trainer_id,
+            "incarnation": uuid.uuid4().hex,
+            "ranks": [fleet_pb2.TrainerRankInfo(rank=0, host_id="elsewhere", device_uuid="CPU-other")],
+        }
+        hello = fleet_pb2.TrainerHello(**values | changed)
+        session = self.session()
+        await session.say(trainer_hello=hello)
+        self.term = (await session.welcome()).trainer_term
+        return Trainer(session, self.term, hello)
+
+    def session(self) -> Session:
+        """A session with the coordinator in which nothing was said yet."""
+        stub: Any = fleet_pb2_grpc.FleetStub(self.channel(self.address))
+        call = stub.Session()
+        self._calls.append(call)
+        return Session(call)
+
+    def cargo(self, weights: Weights, transport: Transport = INLINE, count: int = 2) -> Cargo:
+        return Cargo(weights, self.segments, transport, count)
+
+    def delivery(self, begun: fleet_pb2.BeginUpdateResponse, engine_id: str, cargo: Cargo, **changed: Any) -> Delivery:
+        """An attempt at one engine of the plan; `changed` goes over the open frame's fields."""
+        return Delivery(self.stream(begun, engine_id, transport=cargo.transport, **changed), cargo)
+
+    async def deliver(
+        self, weights: Weights, transport: Transport = INLINE, count: int = 2, *, step: int = 0
+    ) -> fleet_pb2.UpdateState:
+        """A whole update to every engine of the plan, decided. An engine may fail; nobody else does."""
+        begun = await self.begin(step)
+        cargo = self.cargo(weights, transport, count)
+        deliveries = [self.delivery(begun, a.engine.engine_id, cargo) for a in begun.plan.assignments]
+        await asyncio.gather(*(d.until_ready() for d in deliveries))
+        await self.go(begun.update_id)
+        await asyncio.gather(*(d.commit() for d in deliveries))
+        return await self.decided(begun.update_id)
+
+    async def deliver_and_fail(self, weights: Weights) -> fleet_pb2.UpdateState:
+        """`deliver`, which an engine's failure must keep from a commit."""
+        state = await self.deliver(weights)
+        assert state.phase == fleet_pb2.UPDATE_PHASE_FAILED
+        return state
+
+    # ---- tokens ----
+
+    async def sample(
+        self,
+        engine_id: str,
+        max_tokens: int,
+        *,
+        min_version: version_pb2.WeightVersion | None = None,
+        wait: float = 5.0,
+    ) -> LiveSample:
+        """A sample that runs. Its refusal, if it is one, comes out of `end`."""
+        view = await self.engine(engine_id)
+        return self.sample_at(view.endpoint, max_tokens, min_version=min_version, wait=wait)
+
+    def sample_at(
+        self,
+        endpoint: str,
+        max_tokens: int,
+        *,
+        min_version: version_pb2.WeightVersion | None = None,
+        wait: float = 5.0,
+    ) -> LiveSample:
+        stub: Any = rollout_pb2_grpc.RolloutStub(self.channel(endpoint))
+        request = rollout_pb2.GenerateRequest(
+            run_id=RUN,
+            model="policy",
+            prompt_token_ids=PROMPT,
+            sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
+            min_version=min_version,
+        )
+        request.wait.FromMilliseconds(int(wait * 1000))
+        return LiveSample(stub.Generate(request, timeout=30))
+
+
+@asynccontextmanager
+async def case_fleet(
+    directory: Path, engines: int = 1, *, lease: bool = True, memory: dict[str, Any] | None = None, **coordinator: Any
+) -> AsyncIterator[CaseFleet]:
+    """Coordinator, engines e0, e1, … and the trainer's lease."""
+    fleet = CaseFleet(directory)
+    try:
+        await fleet.start_coordinator(**coordinator)
+        for i in range(engines):
+            fleet.start_engine_at(f"e{i}", **memory or {})
+        await fleet.wait_for_engines(engines)
+        if lease:
+            await fleet.take_lease()
+        yield fleet
+    finally:
+        await fleet.close()
