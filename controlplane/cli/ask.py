@@ -11,6 +11,7 @@ from controlplane.cli.ending import CommandFailed
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import RemoteError, from_rpc_error
+from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
 
 @asynccontextmanager
@@ -25,3 +26,11 @@ async def asking(address: str) -> AsyncIterator[grpc.aio.Channel]:
                 cause = typed.text.rpartition(": ")[2]
                 raise CommandFailed(ExitCode.UNREACHABLE, f"nobody answers at {address}: {cause}") from error
             raise typed from error
+
+
+async def get_fleet(address: str, timeout: float) -> operator_pb2.FleetView:
+    """All that the coordinator knows, now."""
+    async with asking(address) as channel:
+        stub = operator_pb2_grpc.OperatorStub(channel)
+        answer = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=timeout)
+    return answer.fleet

@@ -16,12 +16,14 @@ from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, version_pb2
 
 UPDATES_SHOWN = 5
 UNKNOWN = "UNKNOWN"
-_STYLES = {
+STYLES = {
     "serving": "green",
     "ready": "green",
     "receiving": "cyan",
     "installing": "yellow",
     "held": "yellow",
+    "draining": "yellow",
+    "asleep": "blue",
     "starting": "yellow",
     "stopping": "yellow",
     "empty": "yellow",
@@ -29,12 +31,17 @@ _STYLES = {
     "dead": "red",
     UNKNOWN: "bold red",
 }
-_PHASE_STYLES = {"committed": "green", "degraded": "yellow", "failed": "red"}
+PHASE_STYLES = {"committed": "green", "degraded": "yellow", "failed": "red"}
 
 
 def render_fleet(view: operator_pb2.FleetView, now: float) -> RenderableType:
     """The whole of `weightplane status`. `now` is the wall clock's time in seconds."""
-    parts: list[RenderableType] = [_head(view), Text(), engines_table(view, now)]
+    parts: list[RenderableType] = [_head(view)]
+    if view.ledger_regressed:
+        parts.append(Text(f"LEDGER REGRESSED, nothing is given out: {view.ledger_regressed}", style="bold red"))
+    if catching_up := [e for e in view.engines if e.catch_up]:
+        parts.append(Text(f"from a checkpoint: {', '.join(map(_catch_up, catching_up))}", style="cyan"))
+    parts += [Text(), engines_table(view, now)]
     if view.trainers:
         parts += [Text(), _trainers_table(view.trainers, now)]
     if view.updates:
@@ -44,18 +51,18 @@ def render_fleet(view: operator_pb2.FleetView, now: float) -> RenderableType:
 
 def engines_table(view: operator_pb2.FleetView, now: float) -> Table:
     """One line for each engine."""
-    table = _table("ENGINE", "STATE", "APPLIED", "SERVED", "GATE", "HOLDS", "LIVE", "WAITING", "ENDPOINT", "SEEN")
+    table = new_table("ENGINE", "STATE", "APPLIED", "SERVED", "GATE", "HOLDS", "LIVE", "WAITING", "ENDPOINT", "SEEN")
     for engine in view.engines:
         served = ", ".join(version_text(v) for v in served_versions(view, engine.status.model)) or "none"
-        seen = _ago(now - engine.report_time.ToMilliseconds() / 1000)
+        seen = ago(now - engine.report_time.ToMilliseconds() / 1000)
         word = state_word(engine)
-        state = Text(word, style=_STYLES.get(word, ""))
+        state = Text(word, style=STYLES.get(word, ""))
         name = engine.status.engine.engine_id
         if not engine.known:
-            _row(table, name, state, UNKNOWN, served, UNKNOWN, "", "", "", engine.endpoint, seen)
+            add_row(table, name, state, UNKNOWN, served, UNKNOWN, "", "", "", engine.endpoint, seen)
             continue
         status = engine.status
-        _row(
+        add_row(
             table,
             name,
             state,
@@ -94,20 +101,28 @@ def served_versions(view: operator_pb2.FleetView, model: str) -> list[version_pb
 
 def _head(view: operator_pb2.FleetView) -> Text:
     models = "; ".join(_model(m) for m in view.state.models) or "no model yet"
-    recovering = " · RECOVERING, waiting for agents' reports" if view.recovering else ""
+    waiting = view.recovering and not view.ledger_regressed
+    recovering = " · RECOVERING, waiting for agents' reports" if waiting else ""
     return Text(f"run {view.run_id} · coordinator term {view.coordinator_term}{recovering} · {models}")
+
+
+def _catch_up(engine: operator_pb2.EngineView) -> str:
+    wanted = version_text(engine.desired) if engine.HasField("desired") else "?"
+    return f"{engine.status.engine.engine_id} to {wanted} ({engine.catch_up})"
 
 
 def _model(state: fleet_pb2.ModelState) -> str:
     served = " and ".join(version_text(v) for v in state.served) or "nothing yet"
+    if state.frozen:
+        return f"{state.model} is frozen as loaded"
     return f"{state.model} serves {served} (term {state.term}, commit {state.ordinal})"
 
 
 def _trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> Table:
-    table = _table("TRAINER", "MODEL", "TERM", "RANKS", "STEP", "PHASE", "LEASE")
+    table = new_table("TRAINER", "MODEL", "TERM", "RANKS", "STEP", "PHASE", "LEASE")
     for trainer in trainers:
         status = trainer.status
-        _row(
+        add_row(
             table,
             trainer.trainer_id,
             trainer.model,
@@ -121,27 +136,33 @@ def _trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) ->
 
 
 def _updates_table(updates: Iterable[fleet_pb2.UpdateState]) -> Table:
-    table = _table("UPDATE", "MODEL", "VERSION", "STEP", "PHASE", "ENGINES", "CAUSE")
+    table = new_table("UPDATE", "MODEL", "VERSION", "STEP", "PHASE", "ENGINES", "CAUSE")
     for update in list(updates)[:UPDATES_SHOWN]:
         phase = fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
-        _row(
+        add_row(
             table,
             update.update_id,
             update.model,
-            version_text(update.version),
+            _update_version(update),
             str(update.step) if update.HasField("step") else "",
-            Text(phase, style=_PHASE_STYLES.get(phase, "")),
-            ", ".join(_outcome(o) for o in update.engines),
+            Text(phase, style=PHASE_STYLES.get(phase, "")),
+            ", ".join(f"{o.engine.engine_id} {outcome_text(o)}" for o in update.engines),
             update.cause,
         )
     return table
 
 
-def _outcome(outcome: fleet_pb2.EngineOutcome) -> str:
+def _update_version(update: fleet_pb2.UpdateState) -> str:
+    restores = f" restores {version_text(update.restores)}" if update.HasField("restores") else ""
+    return version_text(update.version) + restores
+
+
+def outcome_text(outcome: fleet_pb2.EngineOutcome) -> str:
+    """`applied`, `lost`, `waiting`, or another stage; with the reason if it ended badly."""
     stage = engine_pb2.UpdateStage.Name(outcome.stage).removeprefix("UPDATE_STAGE_").lower()
     word = "lost" if outcome.lost else "waiting" if stage == "unspecified" else stage
     reason = f" ({outcome.error_reason})" if outcome.error_reason else ""
-    return f"{outcome.engine.engine_id} {word}{reason}"
+    return f"{word}{reason}"
 
 
 def _holds(holds: Iterable[engine_pb2.Hold]) -> str:
@@ -153,7 +174,8 @@ def _hold(hold: engine_pb2.Hold) -> str:
     return f"{kind} ({hold.owner})" if hold.owner else kind
 
 
-def _ago(seconds: float) -> str:
+def ago(seconds: float) -> str:
+    """How old something is."""
     return f"{max(seconds, 0):.0f} s ago"
 
 
@@ -161,12 +183,13 @@ def _lease(seconds: float) -> str:
     return f"{seconds:.0f} s left" if seconds > 0 else "expired"
 
 
-def _row(table: Table, *cells: str | Text) -> None:
+def add_row(table: Table, *cells: str | Text) -> None:
     """Cells are text: a name with brackets in it is no markup."""
     table.add_row(*(Text(c) if isinstance(c, str) else c for c in cells))
 
 
-def _table(*columns: str) -> Table:
+def new_table(*columns: str) -> Table:
+    """As all of our tables look."""
     table = Table(*columns, box=None, pad_edge=False, header_style="bold")
     for column in table.columns:
         column.overflow = "fold"

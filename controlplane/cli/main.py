@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from controlplane.cli import daemons, health, ledger, sim, status
+from controlplane.cli import daemons, engines, health, ledger, rollback, sim, status
 from controlplane.cli.demo.command import demo
 
 app = typer.Typer(
@@ -27,9 +27,11 @@ app.command(short_help="Run an engine agent with its engine.")(daemons.engine)
 app.command(short_help="Run a trainer agent with its training ranks.")(daemons.trainer)
 app.command(short_help="Train a small model on this machine.")(demo)
 app.command(short_help="Show engines, trainers and updates.")(status.status)
+app.command(short_help="Show each engine's versions and conditions.")(engines.engines)
+app.command(short_help="Bring an earlier version's weights back.")(rollback.rollback)
 app.command(short_help="Ask a daemon whether it serves.")(health.health)
 app.command(short_help="Simulate a fleet with faults.")(sim.sim)
-app.add_typer(ledger.app, name="ledger", short_help="Look into a ledger.")
+app.add_typer(ledger.app, name="ledger", short_help="Look into a ledger, or accept an older one.")
 
 
 def _print_version(asked: bool) -> None:

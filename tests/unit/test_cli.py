@@ -15,7 +15,18 @@ from controlplane.core import errors as e
 from controlplane.exit_codes import ExitCode
 from tests.support.golden import assert_golden
 
-COMMANDS = ["coordinator", "engine", "trainer", "demo", "status", "health"]
+COMMANDS = [
+    "coordinator",
+    "engine",
+    "trainer",
+    "demo",
+    "status",
+    "engines",
+    "rollback",
+    "health",
+    "ledger",
+    "ledger accept",
+]
 HELP_CPU_SECONDS = 0.5
 NOBODY = "127.0.0.1:1"
 
@@ -30,7 +41,7 @@ def weightplane(*words: str) -> subprocess.CompletedProcess[str]:
 def test_help_reads_as_reviewed(command: str) -> None:
     ended = weightplane(*command.split(), "--help")
     assert ended.returncode == 0, ended.stderr
-    assert_golden(f"help{'-' if command else ''}{command}.txt", ended.stdout)
+    assert_golden(f"{'-'.join(['help', *command.split()])}.txt", ended.stdout)
 
 
 def test_help_takes_little_time_and_imports_nothing_heavy() -> None:
@@ -58,6 +69,9 @@ def test_the_version_is_the_distributions() -> None:
     [
         (["health", "--addr", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}: Connection refused"),
         (["status", "--coordinator", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}: Connection refused"),
+        (["engines", "--coordinator", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}: Connection refused"),
+        (["rollback", "policy", "3", "--coordinator", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}"),
+        (["ledger", "accept", "--coordinator", NOBODY], ExitCode.UNREACHABLE, f"nobody answers at {NOBODY}"),
         (["coordinator", "--set", "liste=1"], ExitCode.CONFIG, "liste: unknown key; did you mean listen?"),
         (["coordinator", "--set", "nothing"], ExitCode.CONFIG, "nothing: expected KEY=VALUE"),
         (["coordinator", "--config", "none.toml"], ExitCode.CONFIG, "none.toml: cannot be read"),
@@ -71,7 +85,16 @@ def test_an_expected_error_is_one_line_and_a_code(words: list[str], code: int, l
     assert len(ended.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("words", [["demo", "--steps", "0"], ["demo", "--model", "huge"], ["no-such-command"]])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["demo", "--steps", "0"],
+        ["demo", "--model", "huge"],
+        ["no-such-command"],
+        ["rollback", "policy"],
+        ["rollback", "policy", "0"],
+    ],
+)
 def test_a_wrong_command_line_is_code_2(words: list[str]) -> None:
     assert weightplane(*words).returncode == ExitCode.USAGE
 

@@ -6,6 +6,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Console
 
 from controlplane.cli.fleet_table import render_fleet
+from controlplane.core.errors import LedgerRegressed
 from tests.support.golden import assert_golden
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, version_pb2
 
@@ -112,6 +113,24 @@ def test_a_whole_fleet_reads_as_reviewed() -> None:
 
 def test_an_empty_fleet_reads_as_reviewed() -> None:
     assert_golden("status-empty.txt", shown(operator_pb2.FleetView(run_id="run-a", coordinator_term=1)))
+
+
+def test_a_regressed_ledger_and_engines_that_catch_up_are_a_line_each() -> None:
+    view = whole_fleet()
+    view.recovering = True
+    view.ledger_regressed = str(LedgerRegressed(what="number", known=8, seen=12, who="engine-3"))
+    for name in ("engine-2", "engine-4"):
+        behind = next(e for e in view.engines if e.status.engine.engine_id == name)
+        behind.catch_up = f"catch-up-3-{name[-1]}"
+        behind.desired.CopyFrom(version(2, 7))
+    view.updates[0].restores.CopyFrom(version(1, 3))
+    assert_golden("status-regressed.txt", shown(view))
+
+
+def test_a_frozen_model_says_so() -> None:
+    models = [fleet_pb2.ModelState(model="teacher", served=[version(0, 0)], frozen=True)]
+    view = operator_pb2.FleetView(run_id="run-a", state=fleet_pb2.FleetState(models=models))
+    assert "teacher is frozen as loaded" in shown(view)
 
 
 def test_a_recovering_coordinator_says_so() -> None:

@@ -13,7 +13,6 @@ from controlplane.core import errors as e
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.processes import start_time
 from controlplane.rpc.codec import layout_to_parts
-from controlplane.rpc.errors import RemoteError
 from trainer_agent.agent import outcome
 from trainer_agent.agent.lastlife import FILE_NAME, LastLife
 from trainer_agent.agent.plans import check_plan, for_rank, push_plan
@@ -160,43 +159,6 @@ def state(phase: fleet_pb2.UpdatePhase.ValueType, **engines: str) -> fleet_pb2.U
 FAILED = fleet_pb2.UPDATE_PHASE_FAILED
 
 
-@pytest.mark.parametrize(
-    ("error", "reasons", "passes"),
-    [
-        (outcome.update_failed(state(FAILED), "lost", {}), [""], True),
-        (outcome.update_failed(state(FAILED), "idle", {}), ["UPDATE_ABORTED", "INSTALL_FAILED"], True),
-        (outcome.update_failed(state(FAILED), "shape", {}), ["", "SHAPE_MISMATCH"], False),
-        (e.PeerLost(peer="rank 1", cause="closed"), [], True),
-        (e.DeadlineExceeded(phase="gather_group", waited_for="rank 1", waited_seconds=1), [], True),
-        (e.DeadlineExceeded(phase="push (preparing)", waited_for="e0", waited_seconds=1), [], False),
-        (e.StaleTerm(model="policy", got=1, current=2), [], False),
-        (e.LayoutInvalid(problem="p", names=[]), [], False),
-    ],
-)
-def test_a_push_is_repeated_only_for_what_a_new_number_can_heal(
-    error: e.WeightplaneError, reasons: list[str], passes: bool
-) -> None:
-    assert outcome.passes(error, reasons) is passes
-
-
-@pytest.mark.parametrize(
-    ("error", "first", "passes"),
-    [
-        (RemoteError(code="UNAVAILABLE", text=""), True, True),
-        (RemoteError(code="INTERNAL", text=""), True, False),
-        (e.CoordinatorRecovering(term=2, engines=["e0"]), True, True),
-        (e.UpdateInProgress(update_id="u", version="1.1"), True, True),
-        (e.NoEngines(model="policy", known=0), True, False),
-        (e.NoEngines(model="policy", known=1), False, True),
-        (e.StaleTerm(model="policy", got=1, current=2), False, False),
-    ],
-)
-def test_a_begin_waits_for_a_coordinator_but_not_for_engines_that_never_came(
-    error: e.WeightplaneError, first: bool, passes: bool
-) -> None:
-    assert outcome.begin_passes(error, first=first) is passes
-
-
 def test_a_failed_update_names_every_engines_outcome_and_words() -> None:
     stream_errors: dict[str, e.WeightplaneError] = {"e1": e.UnknownTensor(names=["x"])}
     error = outcome.update_failed(state(FAILED, e0="CHECKSUM_MISMATCH", e1=""), "because", stream_errors)
@@ -248,6 +210,8 @@ def test_a_reused_process_id_is_another_life() -> None:
         ({"nproc_per_node": 0}, "nproc_per_node"),
         ({"max_restarts": -1}, "max_restarts"),
         ({"chunk_bytes": 10}, "chunk_bytes"),
+        ({"checkpoint_every": 0}, "checkpoint_every"),
+        ({"checkpoint_keep": 0}, "checkpoint_keep"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(changed: dict[str, object], field: str) -> None:

@@ -1,19 +1,21 @@
 """Asking the coordinator for an update, and giving one up: the two calls around a push.
 
-Promises: an update that began while the push was failing is given up all the same.
+Promises: an update that began while the push was failing is given up all the same; one that was begun already is
+never taken for a new one.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 
 import grpc
 import structlog
 
 from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.rpc.errors import from_rpc_error
-from trainer_agent.agent.outcome import begin_passes
-from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
+from trainer_agent.agent import reasons
+from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, PERSON_SECONDS
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -36,19 +38,27 @@ async def begin_update(
         NoEngines, StaleTerm, DeadlineExceeded and whatever else the coordinator refuses with.
     """
     loop = asyncio.get_running_loop()
-    started, pause = loop.time(), FIRST_BACKOFF_SECONDS
+    started, pause, renewed = loop.time(), FIRST_BACKOFF_SECONDS, False
     while True:
         try:
             return await fleet.BeginUpdate(request, timeout=RPC_SECONDS)
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken)
-        if not begin_passes(error, first=first):
+        answer = reasons.begin(error, enough_before=not first, renewed=renewed)
+        if answer is reasons.Begin.END:
             raise error
+        if answer is reasons.Begin.ANEW:
+            log.warning("request_used_up", request_id=request.request_id, reason=error.reason, cause=str(error))
+            request.request_id, renewed = uuid.uuid4().hex, True
+            continue
         if loop.time() + pause > deadline:
             waited = round(loop.time() - started, 1)
             raise DeadlineExceeded(phase="begin", waited_for=f"the coordinator ({error})", waited_seconds=waited)
+        person = reasons.waits_for_a_person(error)
+        tell = log.warning if person else log.info
+        tell("begin_waits", reason=error.reason, cause=str(error))
         await asyncio.sleep(pause)
-        pause = min(pause * 2, MAX_BACKOFF_SECONDS)
+        pause = min(pause * 2, PERSON_SECONDS if person else MAX_BACKOFF_SECONDS)
 
 
 async def abort_update(

@@ -26,6 +26,7 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.channels import open_channel
 from trainer_agent import segments
+from trainer_agent.agent.checkpoints import CheckpointKeeper
 from trainer_agent.agent.lastlife import LastLife
 from trainer_agent.agent.push import PushContext
 from trainer_agent.agent.pusher import Pusher
@@ -48,6 +49,7 @@ class TrainerAgent:
         self._server = RankServer(socket_path, self)
         self._stubs = Stubs(settings.coordinator, open_channel)
         self._life = LastLife(settings.state_dir)
+        self._checkpoints = _checkpoints(settings)
         self._set: RankSet | None = None
         self._pusher: Pusher | None = None
         self._session: FleetSession | None = None
@@ -247,9 +249,16 @@ class TrainerAgent:
             parts=tuple(ranks.parts),
             chunk_bytes=self._settings.chunk_bytes,
             world_size=ranks.world_size,
+            checkpoints=self._checkpoints,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+
+def _checkpoints(settings: TrainerSettings) -> CheckpointKeeper | None:
+    if settings.checkpoint_root is None:
+        return None
+    return CheckpointKeeper(settings.checkpoint_root, every=settings.checkpoint_every, keep=settings.checkpoint_keep)

@@ -50,6 +50,11 @@ class ChunkLog:
         self.end = end
         self._wake()
 
+    @property
+    def whole(self) -> list[rank_pb2.SendChunk] | None:
+        """Every chunk, once the leader announced everything; else None."""
+        return None if self.end is None else self._chunks
+
     async def chunk(self, index: int) -> rank_pb2.SendChunk | None:
         """Chunk number `index`, once it is there; None after the last."""
         while index >= len(self._chunks):

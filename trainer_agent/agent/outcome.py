@@ -1,64 +1,15 @@
-"""What a push came to, in the words of the local protocol; and which failures pass if one tries again. Pure."""
+"""What a push came to, in the words of the local protocol. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controlplane.core.errors import (
-    CoordinatorRecovering,
-    DeadlineExceeded,
-    NoEngines,
-    PeerLost,
-    UpdateFailed,
-    UpdateInProgress,
-    WeightplaneError,
-)
+from controlplane.core.errors import DeadlineExceeded, UpdateFailed, WeightplaneError
 from controlplane.rpc.codec import version_from_proto
-from controlplane.rpc.errors import RemoteError
-from trainer_agent.agent.session import TRANSIENT_CODES
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2
 
-PERMANENT = frozenset(
-    {
-        "LAYOUT_INVALID",
-        "MANIFEST_INCOMPLETE",
-        "UNKNOWN_TENSOR",
-        "SHAPE_MISMATCH",
-        "DTYPE_MISMATCH",
-        "FORMAT_MISMATCH",
-        "WRONG_RUN",
-        "WRONG_MODEL",
-        "INVALID_MESSAGE",
-        "FRAME_OUT_OF_ORDER",
-        "LIMIT_EXCEEDED",
-        "SEGMENT_UNREADABLE",
-        "DEVICE_HANDLES_MISSING",
-        "SLOT_MISMATCH",
-        "ENGINE_MISFIT",
-        "STALE_TERM",
-    }
-)
-"""Reasons of an engine that the next attempt, whole and with a new number, would meet again."""
 _SUCCESS = frozenset({fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UPDATE_PHASE_DEGRADED})
-
-
-def begin_passes(error: WeightplaneError, *, first: bool) -> bool:
-    """Whether asking for an update again can help. Engines that were lost in an attempt before may come back."""
-    if isinstance(error, RemoteError):
-        return error.code in TRANSIENT_CODES | {"DEADLINE_EXCEEDED"}
-    if isinstance(error, NoEngines):
-        return not first
-    return isinstance(error, (CoordinatorRecovering, UpdateInProgress))
-
-
-def passes(error: WeightplaneError, reasons: Iterable[str]) -> bool:
-    """Whether a new update can succeed where this one ended with `error`; `reasons` are the required engines' own."""
-    if isinstance(error, DeadlineExceeded):
-        return error.phase == "gather_group"
-    if not isinstance(error, (UpdateFailed, PeerLost)):
-        return False
-    return not PERMANENT.intersection(reasons)
 
 
 def decided(state: fleet_pb2.UpdateState, *, released: bool) -> rank_pb2.PushResult | None:

@@ -2,7 +2,7 @@
 
 Promises: the result is the coordinator's decision or the error that prevented one, never the fate of a stream
 (INV-8, INV-9); whatever happens it comes within the ranks' limit; after a failure no commit frame is sent. Memory is
-called free only if every engine said so (INV-12).
+called free only if every engine said so (INV-12), and no checkpoint is written from it any more.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent.agent import outcome
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
+from trainer_agent.agent.checkpoint_files import Whole
+from trainer_agent.agent.checkpoints import CheckpointKeeper
 from trainer_agent.agent.frames import ChunkLog
 from trainer_agent.agent.plans import check_plan, push_plan
+from trainer_agent.agent.reasons import update_passes
 from trainer_agent.agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import DECIDED, UpdateWatch
@@ -58,6 +61,8 @@ class PushContext:
     parts: tuple[weight_update_pb2.LayoutPart, ...]
     chunk_bytes: int
     world_size: int
+    checkpoints: CheckpointKeeper | None = None
+    """Keeps committed versions on disk; None: nobody does."""
 
 
 @dataclass
@@ -153,7 +158,35 @@ class Push:
             ends = await self._end_streams(watch)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
-        return self._result(watch.state, ends)
+        result = self._result(watch.state, ends)
+        if not result.error_reason and not await self._keep_checkpoint(watch.state):
+            result.memory_released = False
+        return result
+
+    async def _keep_checkpoint(self, state: fleet_pb2.UpdateState) -> bool:
+        """After a commit, while the ranks still wait: whether the segments are certainly not read for it any more."""
+        keeper = self.context.checkpoints
+        chunks = next((log.whole for log in self._logs.values() if log.whole is not None), None)
+        if keeper is None or chunks is None or not keeper.due():
+            return True
+        whole = Whole(
+            run_id=self.context.run_id,
+            model=self.context.model,
+            state=state,
+            term=self.term,
+            layout=self.context.layout,
+            content_digest=self._digest,
+            chunks=chunks,
+        )
+        try:
+            return await keeper.keep(whole, self.context.stubs.fleet, self._started + self.limit_seconds)
+        except StaleTerm as fence:
+            self.fail(fence)
+            return True
+        except Exception:
+            # Supervises: the fleet serves the version, whatever is wrong with us. Who reads the memory is unknown.
+            log.exception("checkpoint_broke", step=self.step)
+            return False
 
     def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch) -> None:
         cargo = self._cargo(begun)
@@ -259,7 +292,7 @@ class Push:
         result = outcome.failed(error, state, released=released)
         reported = {e.error_reason for e in state.engines if e.required}
         told = {s.error.reason for s in self._streams if s.required and s.error is not None}
-        result.retry = not self._final and outcome.passes(error, reported | told)
+        result.retry = not self._final and update_passes(error, reported | told)
         return result
 
     def _errors(self) -> dict[str, WeightplaneError]:

@@ -95,9 +95,12 @@ class Pusher:
         result.retry = result.retry and self._ranks.lost is None and left > RETRY_SECONDS_LEFT
         self._failures = self._failures + 1 if result.retry else 0
         self._push = None
+        if not result.error_reason:  # committed, also if it was fenced since: the ranks hear both, in this order
+            self._answer(result)
         if isinstance(push.error, StaleTerm):
             self._fenced(push.error)
-        self._answer(result)
+        if result.error_reason:
+            self._answer(result)
 
     async def _attempt(self, push: Push, limit: float) -> rank_pb2.PushResult:
         """Supervises: an error of our own must not leave ranks waiting for an answer."""

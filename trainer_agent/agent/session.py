@@ -16,14 +16,10 @@ from typing import Protocol
 import grpc
 import structlog
 
-from controlplane.core.errors import (
-    CoordinatorRecovering,
-    DeadlineExceeded,
-    LeaseHeld,
-    WeightplaneError,
-)
+from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.rpc.codec import seconds_from_proto
 from controlplane.rpc.errors import RemoteError, from_rpc_error
+from trainer_agent.agent import reasons
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -32,9 +28,9 @@ WELCOME_SECONDS = 10.0
 """Longest wait for the answer to a hello."""
 FIRST_BACKOFF_SECONDS = 0.2
 MAX_BACKOFF_SECONDS = 2.0
+PERSON_SECONDS = 5.0
+"""Longest pause while a person must act: how often the log says so."""
 GOODBYE_SECONDS = 2.0
-TRANSIENT_CODES = frozenset({"UNAVAILABLE", "CANCELLED"})
-"""How a coordinator that stops, restarts or is cut off looks to its clients."""
 
 Call = grpc.aio.StreamStreamCall[fleet_pb2.SessionRequest, fleet_pb2.SessionResponse]
 
@@ -73,6 +69,7 @@ class FleetSession:
         self._goodbye: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
+        self._limit = MAX_BACKOFF_SECONDS
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
@@ -100,17 +97,19 @@ class FleetSession:
             except WeightplaneError as error:
                 if self._goodbye is not None:
                     return
-                if not _passes(error):
+                if not reasons.hello_passes(error):
                     self._events.refused(self._hello.incarnation, error)
                     return
-                log.info("session_broken", reason=error.reason, cause=str(error))
+                self._limit = PERSON_SECONDS if reasons.waits_for_a_person(error) else MAX_BACKOFF_SECONDS
+                tell = log.warning if reasons.waits_for_a_person(error) else log.info
+                tell("session_broken", reason=error.reason, cause=str(error))
                 self._events.waiting(self._hello.incarnation, error)
             await asyncio.sleep(self._pause())
 
     def _pause(self) -> float:
         """Jittered and doubling, so that a restarted coordinator is not met by all agents at once."""
         pause = self._backoff * random.uniform(0.5, 1.0)
-        self._backoff = min(self._backoff * 2, MAX_BACKOFF_SECONDS)
+        self._backoff = min(self._backoff * 2, self._limit)
         return pause
 
     async def _stream(self) -> None:
@@ -140,14 +139,11 @@ class FleetSession:
     async def _welcome(self, call: Call) -> fleet_pb2.Welcome:
         try:
             async with asyncio.timeout(WELCOME_SECONDS):
-                response = await call.read()
+                response = await _first_welcome(call)
         except TimeoutError:
             raise DeadlineExceeded(
                 phase="hello", waited_for="the coordinator's welcome", waited_seconds=WELCOME_SECONDS
             ) from None
-        if response is grpc.aio.EOF:
-            raise await _status_of(call)
-        assert isinstance(response, fleet_pb2.SessionResponse)
         self._backoff = FIRST_BACKOFF_SECONDS
         self._hello.held_term = response.welcome.trainer_term
         self._hello.takeover = False
@@ -185,12 +181,21 @@ async def discover_run(
             raise await _status_of(call)
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
-            if not _passes(typed):
+            if not reasons.hello_passes(typed):
                 raise typed from error
             waiting(typed)
         finally:
             call.cancel()
         await asyncio.sleep(MAX_BACKOFF_SECONDS * random.uniform(0.5, 1.0))
+
+
+async def _first_welcome(call: Call) -> fleet_pb2.SessionResponse:
+    """A state of the fleet that was on its way to everybody may come before it, and is no lease."""
+    while (response := await call.read()) is not grpc.aio.EOF:
+        assert isinstance(response, fleet_pb2.SessionResponse)
+        if response.HasField("welcome"):
+            return response
+    raise await _status_of(call)
 
 
 async def _hear(call: Call) -> None:
@@ -207,10 +212,3 @@ async def _status_of(call: grpc.aio.Call) -> WeightplaneError:
         return RemoteError(code="UNAVAILABLE", text="the coordinator ended the session")
     trailing = await call.trailing_metadata()
     return from_rpc_error(grpc.aio.AioRpcError(code, grpc.aio.Metadata(), trailing, details))
-
-
-def _passes(error: WeightplaneError) -> bool:
-    """Whether trying again can help."""
-    if isinstance(error, RemoteError):
-        return error.code in TRANSIENT_CODES
-    return isinstance(error, (LeaseHeld, CoordinatorRecovering, DeadlineExceeded))

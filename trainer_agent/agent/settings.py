@@ -46,6 +46,13 @@ class TrainerSettings:
     """Take the lease over whoever holds it; the holder is fenced."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Largest range of a segment that is announced at once."""
+    checkpoint_root: Path | None = None
+    """Directory that the engines' nodes see too: committed versions are kept there, so that the coordinator can bring
+    engines up to date and roll back. It is made if it is missing. None: no checkpoints."""
+    checkpoint_every: int = 1
+    """Keep the first committed push, and then each so many-th. The ranks wait for it in `push`."""
+    checkpoint_keep: int = 2
+    """How many of them stay; older ones of this run and model are retired, then deleted."""
     stop_seconds: float = 30.0
     """How long ranks may take to end after SIGTERM, before they are killed."""
 
@@ -60,3 +67,7 @@ class TrainerSettings:
             raise InvalidRequest(field="max_restarts", problem=f"at least 0, not {self.max_restarts}")
         if self.chunk_bytes < MIN_CHUNK_BYTES:
             raise InvalidRequest(field="chunk_bytes", problem=f"at least {MIN_CHUNK_BYTES}, not {self.chunk_bytes}")
+        if self.checkpoint_every < 1:
+            raise InvalidRequest(field="checkpoint_every", problem=f"at least 1, not {self.checkpoint_every}")
+        if self.checkpoint_keep < 1:
+            raise InvalidRequest(field="checkpoint_keep", problem=f"at least 1, not {self.checkpoint_keep}")

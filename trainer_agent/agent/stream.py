@@ -27,7 +27,8 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.errors import RemoteError, from_rpc_error
 from trainer_agent.agent.frames import ChunkLog, Frame, SegmentReader, by_reference, inline
-from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
+from trainer_agent.agent.reasons import TRANSIENT_CODES
+from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 from trainer_agent.agent.watch import UpdateWatch
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc

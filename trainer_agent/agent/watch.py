@@ -11,9 +11,10 @@ import random
 import grpc
 import structlog
 
-from controlplane.core.errors import UpdateAborted, WeightplaneError
-from controlplane.rpc.errors import RemoteError, from_rpc_error
-from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, TRANSIENT_CODES
+from controlplane.core.errors import UpdateAborted
+from controlplane.rpc.errors import from_rpc_error
+from trainer_agent.agent.reasons import call_passes
+from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -52,7 +53,7 @@ class UpdateWatch:
                 backoff = FIRST_BACKOFF_SECONDS
             except grpc.aio.AioRpcError as error:
                 typed = from_rpc_error(error)
-                if not _passes(typed):
+                if not call_passes(typed):
                     await self.fail(str(typed))
                     return
                 log.info("update_watch_broken", update_id=self._request.update_id, cause=str(typed))
@@ -97,9 +98,3 @@ class UpdateWatch:
                 await self.take(response.state)
         finally:
             call.cancel()
-
-
-def _passes(error: WeightplaneError) -> bool:
-    if isinstance(error, RemoteError):
-        return error.code in TRANSIENT_CODES
-    return error.reason == "COORDINATOR_RECOVERING"

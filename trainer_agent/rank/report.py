@@ -24,7 +24,7 @@ class PushReport:
     outcomes: dict[str, str] = field(default_factory=dict)
     """What became of each engine, by its own report (INV-9): APPLIED, LOST, or another stage and its reason."""
     seconds: float = 0.0
-    """From the call to the decision, repeats included."""
+    """From the call to the answer: repeats are included, and the writing of a checkpoint."""
 
 
 def report_of(result: rank_pb2.PushResult, step: int, seconds: float) -> PushReport:

@@ -1,0 +1,145 @@
+"""Engines one by one: what each holds, what it is to hold and what it would not take; and what is true of it.
+
+An engine whose session is lost is UNKNOWN, whatever it said last (INV-8). Pure: takes the view and the time, gives
+something that rich can print, or something that is JSON and stays so: keys are only ever added.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from google.protobuf.timestamp_pb2 import Timestamp
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from controlplane.cli.fleet_table import STYLES, UNKNOWN, add_row, applied_word, new_table, state_word, version_text
+from weightplane.v1 import engine_pb2, operator_pb2, version_pb2
+
+_WORDS = {
+    engine_pb2.CONDITION_STATUS_TRUE: "True",
+    engine_pb2.CONDITION_STATUS_FALSE: "False",
+    engine_pb2.CONDITION_STATUS_UNKNOWN: "Unknown",
+}
+_UNITS = ((48 * 3600, 24 * 3600, "d"), (2 * 3600, 3600, "h"), (120, 60, "min"))
+"""From that many seconds on, counted in so many, called so."""
+
+
+def render_engines(view: operator_pb2.FleetView, now: float) -> RenderableType:
+    """The whole of `weightplane engines`. `now` is the wall clock's time in seconds."""
+    if not view.engines:
+        return Text("no engine is known")
+    refusals = [_refusal_line(e, now) for e in view.engines if _refused(e)]
+    parts = [_versions_table(view.engines), Text(), _conditions_table(view.engines, now)]
+    return Group(*parts, *([Text(), *refusals] if refusals else []))
+
+
+def engines_json(view: operator_pb2.FleetView) -> dict[str, Any]:
+    """Versions are `term.number`, times RFC 3339; null where there is none."""
+    return {
+        "run_id": view.run_id,
+        "coordinator_term": view.coordinator_term,
+        "engines": [_engine_json(e) for e in view.engines],
+    }
+
+
+def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableType:
+    table = new_table("ENGINE", "STATE", "APPLIED", "DESIRED", "REFUSED", "GROUP", "UNIT", "FROM CHECKPOINT")
+    for engine in engines:
+        word = state_word(engine)
+        refused = engine.status.refused
+        add_row(
+            table,
+            engine.status.engine.engine_id,
+            Text(word, style=STYLES.get(word, "")),
+            applied_word(engine),
+            version_text(engine.desired) if engine.HasField("desired") else "nothing yet",
+            f"{version_text(refused.version)} ({refused.reason})" if _refused(engine) else "",
+            engine.group,
+            engine.unit,
+            engine.catch_up,
+        )
+    return table
+
+
+def _conditions_table(engines: Sequence[operator_pb2.EngineView], now: float) -> RenderableType:
+    table = new_table("ENGINE", "CONDITION", "STATUS", "REASON", "SINCE", "MESSAGE")
+    for engine in engines:
+        for i, condition in enumerate(engine.conditions):
+            status = _WORDS.get(condition.status, "Unknown")
+            add_row(
+                table,
+                engine.status.engine.engine_id if i == 0 else "",
+                condition.type,
+                Text(status, style="bold red" if status == "Unknown" else ""),
+                condition.reason,
+                since(now - condition.last_transition_time.ToMilliseconds() / 1000),
+                condition.message,
+            )
+    return table
+
+
+def _refusal_line(engine: operator_pb2.EngineView, now: float) -> Text:
+    refused = engine.status.refused
+    age = since(now - refused.time.ToMilliseconds() / 1000)
+    name, version = engine.status.engine.engine_id, version_text(refused.version)
+    return Text(f"{name} refused {version} {age} ago: {refused.reason}: {refused.message}")
+
+
+def since(seconds: float) -> str:
+    """How long something has been so, in one unit."""
+    for at_least, unit, word in _UNITS:
+        if seconds >= at_least:
+            return f"{seconds // unit:.0f} {word}"
+    return f"{max(seconds, 0):.0f} s"
+
+
+def _refused(engine: operator_pb2.EngineView) -> bool:
+    return engine.known and engine.status.HasField("refused")
+
+
+def _engine_json(engine: operator_pb2.EngineView) -> dict[str, Any]:
+    status, known = engine.status, engine.known
+    return {
+        "engine": status.engine.engine_id,
+        "incarnation": status.engine.incarnation,
+        "model": status.model,
+        "group": engine.group,
+        "unit": engine.unit,
+        "endpoint": engine.endpoint,
+        "known": known,
+        "routable": engine.routable,
+        "state": status.word if known else UNKNOWN,
+        "applied": _version(status.applied) if known and status.HasField("applied") else None,
+        "desired": _version(engine.desired) if engine.HasField("desired") else None,
+        "refused": _refusal_json(status.refused) if _refused(engine) else None,
+        "catch_up": engine.catch_up or None,
+        "report_time": _time(engine.report_time),
+        "conditions": [
+            {
+                "type": c.type,
+                "status": _WORDS.get(c.status, "Unknown"),
+                "reason": c.reason,
+                "message": c.message,
+                "last_transition_time": _time(c.last_transition_time),
+            }
+            for c in engine.conditions
+        ],
+    }
+
+
+def _refusal_json(refused: engine_pb2.Refusal) -> dict[str, Any]:
+    return {
+        "version": _version(refused.version),
+        "reason": refused.reason,
+        "message": refused.message,
+        "time": _time(refused.time),
+    }
+
+
+def _version(version: version_pb2.WeightVersion) -> str:
+    return version_text(version)
+
+
+def _time(stamp: Timestamp) -> str:
+    return stamp.ToJsonString()

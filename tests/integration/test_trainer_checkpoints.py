@@ -1,0 +1,268 @@
+"""Checkpoints of real pushes: a real coordinator, in-memory engines, a trainer agent with toy ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import resource
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from controlplane.checkpoints import CheckpointManifest, open_files, read_manifest
+from controlplane.devices import cpu_device_uuid
+from controlplane.exit_codes import ExitCode
+from tests.support.eventually import eventually
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.toy_rank import SHAPES, Script, tensors_of
+from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
+from trainer_agent.agent.checkpoint_files import Whole
+from weightplane.v1 import fleet_pb2
+
+pytestmark = pytest.mark.timeout(240)
+
+TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
+ROOT = Path(__file__).parents[2]
+
+
+async def checkpoints(fleet: LocalFleet) -> list[fleet_pb2.Checkpoint]:
+    """What the coordinator can bring by itself, newest first."""
+    return list((await fleet.view()).checkpoints)
+
+
+def names(root: Path) -> list[str]:
+    return sorted(p.name for p in root.iterdir())
+
+
+def contents(root: Path, name: str, manifest: CheckpointManifest) -> dict[str, bytes]:
+    """sha256 of each tensor's bytes as they lie in the files."""
+    found = {}
+    for file in open_files(root, name, manifest):
+        for index, stored in file.tensors:
+            data = os.pread(file.descriptor, stored.byte_count, stored.offset)
+            found[manifest.layout.tensors[index].name] = hashlib.sha256(data).digest()
+        file.close()
+    return found
+
+
+def pushed_contents(step: int) -> dict[str, bytes]:
+    return {name: hashlib.sha256(t.numpy().tobytes()).digest() for name, t in tensors_of(step).items()}
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "inline"])
+async def test_each_commit_lies_on_disk_as_engines_hold_it_and_older_ones_go(tmp_path: Path, transport: str) -> None:
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path, transport=transport) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=2) as trainer,
+    ):
+        ranks = await trainer.start_ranks(Script(steps=3))
+        assert [await r.code() for r in ranks] == [0, 0]
+        assert [p["version"] for p in ranks[0].said("pushed")] == [1, 2, 3]
+        known = await checkpoints(fleet)
+        assert [c.version.number for c in known] == [3, 2]
+        assert sorted(c.name for c in known) == names(root), "older ones are deleted"
+        manifest = read_manifest(root, known[0].name)
+        held = [(await fleet.status(e)).content_digest for e in ("e0", "e1")]
+        assert held == [known[0].content_digest, manifest.content_digest]
+        assert (manifest.run_id, manifest.model, manifest.step) == (RUN, "policy", 3)
+        assert contents(root, known[0].name, manifest) == pushed_contents(3)
+        assert known[0].byte_count == manifest.layout.byte_count
+        assert known[0].tensor_count == len(SHAPES)
+
+
+async def test_a_slot_of_two_ranks_gives_one_checkpoint_of_the_whole(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path, engines=0) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root) as trainer,
+    ):
+        start_engine(fleet, "tp2", device_uuids=(cpu_device_uuid(0), cpu_device_uuid(1)))
+        await fleet.wait_for_engines(1)
+        ranks = await trainer.start_ranks(Script(steps=1))
+        assert [await r.code() for r in ranks] == [0, 0]
+        [known] = await checkpoints(fleet)
+        assert known.content_digest == (await fleet.status("tp2")).content_digest
+        assert contents(root, known.name, read_manifest(root, known.name)) == pushed_contents(1)
+
+
+async def test_a_later_life_of_the_trainer_retires_what_the_first_one_wrote(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with fleet_for_toys(tmp_path, lease_ttl_seconds=1.0) as fleet:
+        for _ in range(2):
+            async with toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=1) as trainer:
+                ranks = await trainer.start_ranks(Script(steps=1))
+                assert [await r.code() for r in ranks] == [0, 0]
+        assert [c.version.number for c in await checkpoints(fleet)] == [2]
+        assert len(names(root)) == 1
+
+
+async def test_a_late_engine_holds_what_the_trainer_kept_though_no_trainer_lives(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with fleet_for_toys(tmp_path) as fleet:
+        async with toy_trainer(fleet.address, checkpoint_root=root) as trainer:
+            ranks = await trainer.start_ranks(Script(steps=2))
+            assert [await r.code() for r in ranks] == [0, 0]
+        start_engine(fleet, "late", checkpoint_root=root)
+
+        async def serves() -> bool:
+            return {e.status.engine.engine_id for e in (await fleet.view()).engines if e.routable} >= {"late"}
+
+        await eventually(serves, within=30)
+        statuses = [await fleet.status(e) for e in ("late", "e0")]
+        assert [s.applied.number for s in statuses] == [2, 2]
+        assert statuses[0].content_digest == statuses[1].content_digest
+
+
+async def test_every_third_commit_is_kept_from_the_first_on(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path, engines=1) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root, checkpoint_every=3, checkpoint_keep=9) as trainer,
+    ):
+        ranks = await trainer.start_ranks(Script(steps=5))
+        assert [await r.code() for r in ranks] == [0, 0]
+        assert [c.version.number for c in await checkpoints(fleet)] == [4, 1]
+
+
+async def test_checkpoints_outlive_a_restart_of_the_coordinator(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=2) as trainer,
+    ):
+        ranks = await trainer.start_ranks(Script(steps=8, pause_before_step=0.3))
+        await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
+        await fleet.stop("coordinator")
+        await fleet.start_coordinator()
+        assert [await r.code() for r in ranks] == [0, 0]
+        assert [p["version"] for p in ranks[0].said("pushed")] == list(range(1, 9))
+        assert [c.version.number for c in await checkpoints(fleet)] == [8, 7]
+        assert len(names(root)) == 2
+
+
+@pytest.mark.parametrize("way", ["a file", "no permission"])
+async def test_a_root_that_cannot_be_written_costs_an_event_and_no_push(tmp_path: Path, way: str) -> None:
+    root = tmp_path / "checkpoints"
+    if way == "a file":
+        root.write_text("not a directory")
+    else:
+        root = Path("/proc/weightplane-checkpoints")
+    with capture_logs() as logs:
+        async with (
+            fleet_for_toys(tmp_path) as fleet,
+            toy_trainer(fleet.address, checkpoint_root=root) as trainer,
+        ):
+            ranks = await trainer.start_ranks(Script(steps=2))
+            assert [await r.code() for r in ranks] == [0, 0]
+            assert [p["status"] for p in ranks[1].said("pushed")] == ["COMMITTED", "COMMITTED"]
+            assert await checkpoints(fleet) == []
+    failed = [line for line in logs if line["event"] == "checkpoint_failed"]
+    assert [(line["step"], line["version"]) for line in failed] == [("write", "1.1"), ("write", "1.2")]
+
+
+async def test_a_trainer_that_is_fenced_while_it_writes_publishes_nothing_and_ends_fenced(tmp_path: Path) -> None:
+    """INV-7: the push was committed, and says so; the next word is the fence."""
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root) as trainer,
+    ):
+        written = asyncio.Event()
+        keeper = trainer.agent._checkpoints
+        assert keeper is not None
+        original, loop = keeper._written, asyncio.get_running_loop()
+
+        async def until_fenced(whole: Whole, *rest: Any) -> CheckpointManifest | None:
+            manifest = await original(whole, *rest)
+            await fleet.take_lease(takeover=True, trainer_id="other")
+            loop.call_soon(written.set)
+            return manifest
+
+        keeper._written = until_fenced  # type: ignore[method-assign,assignment]
+        ranks = await trainer.start_ranks(Script(steps=5))
+        assert [await r.code() for r in ranks] == [ExitCode.FENCED] * 2
+        assert written.is_set()
+        assert await checkpoints(fleet) == []
+        assert names(root) == []
+
+
+# ---- a full disk ----
+
+
+class LimitedTrainer:
+    """`run_trainer` in a process whose files can be limited in size, as a full disk limits them."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.lines: list[dict[str, Any]] = []
+        self._reader = asyncio.create_task(self._read())
+
+    @classmethod
+    async def start(cls, fleet: LocalFleet, script: Script, root: Path) -> LimitedTrainer:
+        code = (
+            "import asyncio, sys; from pathlib import Path;"
+            "from controlplane.rpc.logs import configure_logging;"
+            "from trainer_agent.agent import TrainerSettings, run_trainer;"
+            "configure_logging('trainer', json=True);"
+            f"settings = TrainerSettings(coordinator={fleet.address!r}, nproc_per_node=2, max_restarts=0,"
+            f" chunk_bytes=65536, checkpoint_root=Path({str(root)!r}), checkpoint_keep=2);"
+            f"sys.exit(asyncio.run(run_trainer(settings, [{str(TOY)!r}, {json.dumps(asdict(script))!r}])))"
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"}
+        pipe = asyncio.subprocess.PIPE
+        return cls(
+            await asyncio.create_subprocess_exec(
+                sys.executable, "-c", code, stdout=pipe, stderr=asyncio.subprocess.STDOUT, env=environment, cwd=ROOT
+            )
+        )
+
+    async def _read(self) -> None:
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            try:
+                self.lines.append(json.loads(line))
+            except ValueError:
+                continue
+
+    def said(self, event: str) -> list[dict[str, Any]]:
+        return [line for line in self.lines if line.get("event") == event]
+
+    def limit(self, byte_count: int) -> None:
+        """No file of the agent grows beyond it from now on; its ranks are other processes."""
+        _, hard = resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE)
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (byte_count, hard))
+
+    async def code(self) -> int:
+        code = await asyncio.wait_for(self.process.wait(), 100)
+        await self._reader
+        return code
+
+
+async def test_a_full_disk_costs_an_event_and_no_push_and_passes(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with fleet_for_toys(tmp_path) as fleet:
+        trainer = await LimitedTrainer.start(fleet, Script(steps=6, pause_before_step=1.0), root)
+        await eventually(lambda: bool(trainer.said("checkpoint_published")), within=60)
+        trainer.limit(500_000)
+        await eventually(lambda: bool(trainer.said("checkpoint_failed")), within=60)
+        assert len(names(root)) <= 2, "nothing half is left"
+        trainer.limit(resource.RLIM_INFINITY)
+        assert await trainer.code() == ExitCode.OK
+        failed = trainer.said("checkpoint_failed")
+        assert {line["step"] for line in failed} == {"write"}
+        assert "File too large" in failed[0]["cause"]
+        pushed = [p for p in trainer.said("pushed") if p["rank"] == 0]
+        assert [(p["version"], p["status"]) for p in pushed] == [(n, "COMMITTED") for n in range(1, 7)]
+        known = await checkpoints(fleet)
+        assert known[0].version.number == 6, "a later push has its checkpoint again"
+        assert sorted(c.name for c in known) == names(root)
+        written = trainer.said("checkpoint_written")[-1]
+        assert written["bytes"] == known[0].byte_count
+        assert 0 <= written["seconds"] < 60
