@@ -59,6 +59,8 @@ class Outbox:
 
     def __init__(self) -> None:
         self._frames: asyncio.Queue[fleet_pb2.SessionResponse | WeightplaneError] = asyncio.Queue(MAX_PENDING_FRAMES)
+        self.welcomed = False
+        """Its hello was answered: from then on it is told the fleet's states."""
 
     def put(self, item: fleet_pb2.SessionResponse | WeightplaneError) -> None:
         if self._frames.full():
@@ -165,7 +167,7 @@ class Hub:
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):
-                    self._send(session, fleet_pb2.SessionResponse(welcome=self._welcome(session, term)))
+                    self._greet(session, term)
                 case CloseSession(session, error):
                     if session in self._outboxes:
                         self._outboxes[session].put(error)
@@ -200,13 +202,17 @@ class Hub:
             state=views.fleet_state(self.core, session),
         )
 
-    def _send(self, session: int, frame: fleet_pb2.SessionResponse) -> None:
+    def _greet(self, session: int, term: Term) -> None:
+        """The first frame of a session; states come after it, never before."""
         outbox = self._outboxes.get(session)
         if outbox is not None:
-            outbox.put(frame)
+            outbox.put(fleet_pb2.SessionResponse(welcome=self._welcome(session, term)))
+            outbox.welcomed = True
 
     def _broadcast(self) -> None:
         for session, outbox in self._outboxes.items():
+            if not outbox.welcomed:
+                continue
             outbox.put(fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core, session)))
 
     def _publish_update(self, update: UpdateTransaction) -> None:

@@ -51,18 +51,18 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     ) -> AsyncIterator[fleet_pb2.SessionResponse]:
         session, outbox = self._hub.new_session()
         reader = asyncio.create_task(self._read(session, request_iterator))
+        next_frame = asyncio.ensure_future(outbox.get())
         try:
             while True:
-                next_frame = asyncio.ensure_future(outbox.get())
                 await asyncio.wait({next_frame, reader}, return_when=asyncio.FIRST_COMPLETED)
-                if next_frame.done():
-                    yield next_frame.result()
-                    continue
-                next_frame.cancel()
-                reader.result()  # raises what the reader was refused with
-                return
+                if not next_frame.done():
+                    reader.result()  # raises what the reader was refused with
+                    return
+                yield next_frame.result()
+                next_frame = asyncio.ensure_future(outbox.get())
         finally:
             reader.cancel()
+            next_frame.cancel()
             self._hub.drop_session(session)
             # However it ended: the agent is silent from now on, unless it said goodbye (then this changes nothing).
             await self._hub.handle(events.SessionEnded(session, goodbye=False))

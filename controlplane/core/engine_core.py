@@ -226,6 +226,8 @@ class EngineCore:
             raise e.WrongRun(expected=s.run_id, got=event.run_id)
         if event.model != s.model:
             raise e.WrongModel(expected=s.model, got=event.model)
+        if event.engine_id not in (None, s.engine_id):
+            raise e.UnknownEngine(engine_id=f"{event.engine_id} (this is {s.engine_id})")
         if event.incarnation != s.incarnation:
             raise e.WrongIncarnation(engine_id=s.engine_id, expected=s.incarnation, got=event.incarnation)
         if s.life is not Life.RUNNING:

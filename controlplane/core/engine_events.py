@@ -9,7 +9,7 @@ from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
 from controlplane.core.engine_state import Held, Hold, Timings, Unset, Weights
 from controlplane.core.layout import Expected, Layout
-from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
 # ---- events -------------------------------------------------------------------------------------
 
@@ -56,6 +56,8 @@ class Opened:
     """The writer is a coordinator: `writer_term` is its own."""
     base: Held | None = None
     """Of a delta: the weights that it changes."""
+    engine_id: EngineId | None = None
+    """The engine that the writer means; None: whoever lives as that incarnation."""
 
 
 @dataclass(frozen=True, slots=True)

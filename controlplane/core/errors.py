@@ -167,7 +167,7 @@ class WrongIncarnation(Refused):
 @dataclass(eq=False)
 class UnknownEngine(Refused):
     reason = "UNKNOWN_ENGINE"
-    template = "no engine {engine_id} is known here"
+    template = "no such engine here: {engine_id}"
     engine_id: str
 
 

@@ -120,6 +120,9 @@ class Book:
     def check_term(self, model: ModelName, term: Term) -> None:
         """INV-7: only the present term writes."""
         current = self.model(model).term
+        if term > current:  # a writer that knows more than the ledger is not fenced by it
+            what = f"term of {model}"
+            raise e.LedgerRegressed(what=what, known=current, seen=term, who="the caller")
         if term != current or model not in self.trainers:
             raise e.StaleTerm(model=model, got=term, current=current)
 

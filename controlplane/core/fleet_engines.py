@@ -98,14 +98,22 @@ def reported(book: Book, event: EngineReported, now: float) -> list[Effect]:
     record = book.of_session(event.session)
     if record is None:
         return []
-    if event.state.incarnation != record.state.incarnation:
-        raise e.WrongIncarnation(
-            engine_id=record.place.engine_id, expected=record.state.incarnation, got=event.state.incarnation
-        )
+    _check_same(book, record.state, event.state)
     same = (record.state, record.gate_open) == (event.state, event.gate_open)
     record.state, record.gate_open, record.reported_at = event.state, event.gate_open, now
     record.refused = event.refused or record.refused
     return [] if same else _after_report(book, record, now)
+
+
+def _check_same(book: Book, known: EngineState, said: EngineState) -> None:
+    """A session is one life of one engine's: nobody's word counts for another's (L2, L7)."""
+    book.check_run(said.run_id)
+    if said.engine_id != known.engine_id:
+        raise e.UnknownEngine(engine_id=f"{said.engine_id} (in the session of {known.engine_id})")
+    if said.model != known.model:
+        raise e.WrongModel(expected=known.model, got=said.model)
+    if said.incarnation != known.incarnation:
+        raise e.WrongIncarnation(engine_id=known.engine_id, expected=known.incarnation, got=said.incarnation)
 
 
 def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:

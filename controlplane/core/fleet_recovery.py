@@ -77,7 +77,9 @@ def accepted(book: Book, event: LedgerAccepted, now: float) -> list[Effect]:
     if not book.above:
         return []
     number = max(book.seen.number, book.next_number - 1)
-    terms = {name: max(model.term, book.seen.terms.get(name, NO_TERM)) for name, model in book.models.items()}
+    # Above every term that was seen: whoever holds a lost one is fenced, by a term that nobody has.
+    seen = {name: term for name, term in book.seen.terms.items() if term > book.model(name).term}
+    terms = {name: Term(seen[name] + 1) if name in seen else model.term for name, model in book.models.items()}
     book.term = Term(max(book.seen.coordinator_term, book.term) + 1)
     book.next_number = number + 1
     for name, term in terms.items():

@@ -103,11 +103,20 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
     return status
 
 
+_LOST_STATUS = "Internal error from Core"
+"""What grpcio says in place of the peer's status when that status meets a write on its way (grpc/grpc#36066)."""
+
+
 def from_rpc_error(error: grpc.aio.AioRpcError) -> e.WeightplaneError:
-    """The typed error that the peer raised; RemoteError for anything else."""
+    """The typed error that the peer raised; RemoteError for anything else.
+
+    A status that was lost on its way is a broken connection: UNAVAILABLE, so that the next try hears the true one.
+    """
     info = _error_info(error)
     typed = e.rebuild(info.reason, info.metadata) if info is not None else None
-    return typed or RemoteError(code=error.code().name, text=error.details() or "")
+    lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST_STATUS
+    code = grpc.StatusCode.UNAVAILABLE if lost else error.code()
+    return typed or RemoteError(code=code.name, text=error.details() or "")
 
 
 def _error_info(error: Any) -> error_details_pb2.ErrorInfo | None:

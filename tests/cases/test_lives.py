@@ -250,13 +250,9 @@ async def test_L2_an_update_for_an_engine_of_another_name_is_refused(fleet: Case
         await attempt.open()
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="core/fleet_engines.py: a report is compared with its session's engine by the incarnation alone; under "
-    "another engine's name it makes that one lost",
-)
 async def test_L2_a_report_under_another_engines_name_does_that_one_no_harm(fleet: CaseFleet) -> None:
     await fleet.deliver(Weights())
+    await eventually(lambda: fleet.is_routable("e0"))
     session = await joined(fleet, "life", None)
     begun = await fleet.begin()
     stray = said("life", None)

@@ -95,11 +95,6 @@ async def test_P5_an_owner_that_leaves_or_is_proved_dead_keeps_nobody_waiting(fl
         await fleet.new_trainer("four", ended_incarnation=third.hello.incarnation)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="coordinator/hub.py: `_broadcast` also writes to sessions that have said no hello; the trainer agent reads "
-    "that frame as its welcome, and the lease as given with term 0",
-)
 async def test_P5_a_newcomer_hears_its_welcome_before_anything_else(fleet: CaseFleet) -> None:
     """Whoever reads a term out of another frame holds a lease that was never given."""
     await fleet.new_trainer("one")

@@ -311,10 +311,6 @@ async def test_L7_whatever_names_another_run_is_refused_on_every_rpc(caller: Cal
     assert await taken(caller, OPENING) == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="core/fleet_engines.py: a report that names another run is taken, in the session of an engine of this run",
-)
 async def test_L7_whatever_names_another_run_later_in_a_stream_is_refused(caller: Caller) -> None:
     assert await taken(caller, LATER) == []
 

@@ -165,8 +165,9 @@ def test_a_checkpoint_must_be_what_the_fleet_committed() -> None:
         f.handle(events.CheckpointPublished(RUN, Term(1), kept(update.version, b"other")))
     with pytest.raises(e.VersionUnavailable):
         f.handle(events.CheckpointPublished(RUN, Term(1), kept(WeightVersion(9, Term(1)))))
+    f.trainer("t2", takeover=True)
     with pytest.raises(e.StaleTerm):
-        f.handle(events.CheckpointPublished(RUN, Term(9), kept(update.version)))
+        f.handle(events.CheckpointPublished(RUN, Term(1), kept(update.version)))
 
 
 def test_a_retired_checkpoint_is_not_brought() -> None:

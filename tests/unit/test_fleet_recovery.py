@@ -81,8 +81,8 @@ def test_once_accepted_everything_goes_on_above_what_was_seen() -> None:
     f.handle(hello(3, term=3, number=9))
     f.handle(hello(4, "e1", coordinator_term=7))
     f.trainer()
-    update = f.begin("u", term=4)
-    assert (update.version.number, update.version.term) == (10, 4)
+    update = f.begin("u", term=5)
+    assert (update.version.number, update.version.term) == (10, 5)
 
 
 def test_the_acceptance_survives_a_restart() -> None:
@@ -94,7 +94,7 @@ def test_the_acceptance_survives_a_restart() -> None:
     assert not again.core.recovering
     assert again.core.term > f.core.term
     again.trainer()
-    assert again.begin("u", term=4).version.number == 10
+    assert again.begin("u", term=5).version.number == 10
 
 
 def test_accepting_a_ledger_that_is_in_order_does_nothing() -> None:
@@ -103,6 +103,16 @@ def test_accepting_a_ledger_that_is_in_order_does_nothing() -> None:
     assert f.handle(events.LedgerAccepted(RUN, "ann")) == []
     with pytest.raises(e.WrongRun):
         f.handle(replace(events.LedgerAccepted(RUN, "ann"), run_id="other"))  # type: ignore[arg-type]
+
+
+def test_inv7_a_writer_that_knows_more_than_the_ledger_is_not_fenced_by_it() -> None:
+    f = Fleet()
+    f.engine("e0")
+    f.trainer()
+    with pytest.raises(e.LedgerRegressed):
+        f.begin("u", term=2)
+    with pytest.raises(e.StaleTerm):
+        f.begin("u", term=0)
 
 
 def test_a_trainer_with_a_higher_term_shows_it_too_and_is_not_fenced() -> None:

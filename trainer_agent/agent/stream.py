@@ -192,6 +192,7 @@ class EngineStream:
         accepted = await _accepted(frames)
         failpoints.hit("trainer.after_open")
         if not accepted.attached:
+            self._untold = False  # one attempt at a time: the agent let go of what earlier ones handed it
             if accepted.layout_needed:
                 await self._send_layout(call)
             await self._send_chunks(call)
