@@ -209,8 +209,10 @@ async def test_P4_a_rank_that_is_killed_ends_the_engines_streams_by_name(
 
 
 async def test_P4_a_refusal_that_meets_a_chunk_on_its_way_reaches_the_trainer_in_the_engines_words() -> None:
-    """The trainer agent's own stream, which goes on writing while the engine refuses an earlier chunk: grpcio loses most
-    of such refusals (grpc/grpc#36066), and the next attempt hears it."""
+    """The trainer agent's own stream, which goes on writing while the engine refuses an earlier chunk.
+
+    grpcio loses most of such refusals (grpc/grpc#36066); the next attempt hears it.
+    """
     words = ChecksumMismatch(name="layer.17", expected="aa", got="bb")
     for _ in range(4):
         async with attempt(FakeAgent(*[refusing(words, "chunk")] * 40)) as running:
