@@ -93,6 +93,7 @@ def test_inv5_an_engine_with_a_newer_version_than_the_served_is_left_to_the_next
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.stage(engines["e1"], "e1", update, Stage.ABORTED)
     assert update.phase is Phase.FAILED
+    f.handle(events.Tick())
     assert carries(f) == []
 
 
