@@ -11,13 +11,13 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
 
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import EngineState
+from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
@@ -29,7 +29,7 @@ from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.remembered import Memory
 from engine_agent.rollout_service import RolloutService
-from engine_agent.session import Session
+from engine_agent.session import Membership, Session
 from engine_agent.update_service import WeightUpdateService
 from engine_agent.vllm.settings import VllmSettings
 from weightplane.v1 import (
@@ -43,6 +43,8 @@ from weightplane.v1 import (
 
 log = structlog.get_logger(__name__)
 
+CHECKPOINT = "checkpoint"
+"""Capability: it reads checkpoints by itself."""
 RESTART_WAIT_SECONDS = (1.0, 30.0)
 """First and longest wait before a dead engine is replaced; doubled in between."""
 
@@ -77,13 +79,28 @@ class EngineSettings:
     """An update's stream without a frame for so long is aborted."""
     max_restarts: int = 5
     """Lives after the first; then the agent ends."""
+    checkpoint_root: Path | None = None
+    """Directory of checkpoints that it may be brought up to date from; without one such updates are refused."""
+    initial: Literal["unset", "serve"] = "unset"
+    """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
+    updated: the engine of a frozen model (teacher, reference)."""
+    group: str = ""
+    """What the coordinator's min_engines counts it under."""
+    unit: str = ""
+    """Engines of one unit serve together or not at all, such as prefill and decode. Empty: it is alone."""
+    unit_size: int = 0
+    """How many engines its unit has."""
+
+    def __post_init__(self) -> None:
+        if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
+            raise ValueError("unit and unit_size go together: name the unit, and how many engines it has")
 
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
     """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
     stop = stop or asyncio.Event()
     holder = EngineLifeHolder()
-    memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id)
+    memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     try:
         holder.life = _new_life(settings, memory)
         server = await start_server(settings.listen, _services(holder, settings))
@@ -97,6 +114,9 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     agent = _Agent(settings, memory, holder, server, signalled)
     try:
         return await agent.run()
+    except LedgerError as error:  # a later life could not be counted
+        log.error("memory_failed", cause=str(error))
+        return ExitCode.LEDGER
     finally:
         signalled.cancel()
         await server.stop()
@@ -125,6 +145,7 @@ class _Agent:
         wait = RESTART_WAIT_SECONDS[0]
         for life_number in range(self._settings.max_restarts + 1):
             if life_number:
+                await self._devices_free(self._holder.life)
                 await asyncio.wait({self._signalled}, timeout=wait)
                 wait = min(wait * 2, RESTART_WAIT_SECONDS[1])
                 self._holder.life = _new_life(self._settings, self._memory)
@@ -136,6 +157,15 @@ class _Agent:
         log.error("engine_died_too_often", lives=self._settings.max_restarts + 1)
         return ExitCode.ENGINE_FAILED
 
+    async def _devices_free(self, last: EngineLife) -> None:
+        """Nobody starts an engine on devices that somebody else has: a life that died asleep is replaced when its
+        owner wakes it."""
+        if last.devices_taken:
+            log.warning("devices_taken", owner=last.core.state.held_by(HoldKind.ASLEEP))
+            free = asyncio.create_task(last.devices_free.wait())
+            await asyncio.wait({self._signalled, free}, return_when=asyncio.FIRST_COMPLETED)
+            free.cancel()
+
     async def _live(self, life: EngineLife) -> int | None:
         """One life. None: it died, and another may follow."""
         cause = "the agent stops"
@@ -143,7 +173,7 @@ class _Agent:
             if not await self._start(life):
                 return ExitCode.OK
             log.info("engine_ready", endpoint=self._endpoint, incarnation=life.core.state.incarnation)
-            session = Session(life, self._settings.coordinator, self._endpoint)
+            session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
             running = asyncio.create_task(session.run())
             readiness = asyncio.create_task(self._follow_readiness(life))
             try:
@@ -152,6 +182,8 @@ class _Agent:
                 if life.died.done():
                     cause = life.died.result()
                     log.error("engine_died", cause=cause)
+                    life.apply(events.Died(cause))
+                    await session.tell()
                     return None
                 if self._signalled.done():
                     life.apply(events.Stopping())
@@ -190,6 +222,11 @@ class _Agent:
             await self._server.set_serving(life.open)
 
 
+def _membership(settings: EngineSettings) -> Membership:
+    reads = frozenset() if settings.checkpoint_root is None else frozenset({CHECKPOINT})
+    return Membership(settings.group, settings.unit, settings.unit_size, reads)
+
+
 def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
     state = EngineState(
         RunId(settings.run_id),
@@ -202,15 +239,16 @@ def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
 
 def _new_engine(settings: EngineSettings) -> Engine:
     devices = tuple(str(cpu_device_uuid(i)) for i in settings.cpu_devices)
+    serve = settings.initial == "serve"
     if settings.backend == "memory":
         memory = replace(settings.memory, device_uuids=devices) if devices else settings.memory
-        return MemoryEngine(memory, settings.engine_id)
+        return MemoryEngine(memory, settings.engine_id, serve_initial=serve)
     if settings.vllm is None:
         raise EngineDied(engine_id=settings.engine_id, cause="backend vllm needs the settings under [vllm]")
     from engine_agent.vllm.engine import VllmEngine  # heavy: an agent with the in-memory engine needs no vLLM
 
     vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
-    return VllmEngine(vllm, settings.engine_id)
+    return VllmEngine(vllm, settings.engine_id, serve_initial=serve)
 
 
 def _services(holder: EngineLifeHolder, settings: EngineSettings) -> list[Callable[[grpc.aio.Server], str]]:
@@ -224,7 +262,7 @@ def _services(holder: EngineLifeHolder, settings: EngineSettings) -> list[Callab
     return [
         add(
             weight_update_pb2_grpc.add_WeightUpdateServicer_to_server,
-            WeightUpdateService(holder, settings.stream_idle_seconds),
+            WeightUpdateService(holder, settings.stream_idle_seconds, settings.checkpoint_root),
             weight_update_pb2.DESCRIPTOR.services_by_name["WeightUpdate"].full_name,
         ),
         add(

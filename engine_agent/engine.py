@@ -158,7 +158,8 @@ class Engine(Protocol):
 
     async def sleep(self, level: int) -> None:
         """Free the devices; must be called quiesced. Level 1 keeps the weights aside, level 2 drops them; both drop the
-        KV cache: what kept requests had computed is computed anew after waking.
+        KV cache: what kept requests had computed is computed anew after waking. Also when it sleeps already, to go to
+        level 2.
 
         Raises UnsupportedByEngine without the capability `sleep`; EngineDied.
         """
@@ -166,7 +167,10 @@ class Engine(Protocol):
 
     async def wake(self, *, kv_cache: bool) -> None:
         """Take the weights' memory again, and the KV cache if asked for; the scheduler stands still as before.
-        After level 2 the weights are nobody's until an install. Idempotent. Raises EngineDied."""
+        After level 2 the weights are nobody's until an install. Idempotent.
+
+        Raises UnsupportedByEngine without the capability `sleep`; EngineDied.
+        """
         ...
 
     async def probe(self) -> None:

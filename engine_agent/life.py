@@ -1,22 +1,24 @@
 """One incarnation of one engine: its core, its engine, its live requests, its gate, its install.
 
-Decisions are in `controlplane.core.engine_core`; here they are carried out. Installs and the gate share one lock,
-so the engine's scheduler is started and stopped by one of them at a time.
+Decisions are in `controlplane.core.engine_core`; here they are carried out. Installs, sleep and the gate share one
+lock, so the engine's scheduler is started and stopped by one of them at a time. Sleeps and wakes share another: each
+is decided when the one before is done, so what the core believes of the devices is what they are.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
-from dataclasses import dataclass
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from typing import Any
 
 import structlog
 
 from controlplane import failpoints
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import EngineState, Life, Poisoned, Timings
+from controlplane.core.engine_state import EngineState, HoldKind, Life, Poisoned, Residency, Timings
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -34,6 +36,8 @@ from engine_agent.requests import Requests
 
 log = structlog.get_logger(__name__)
 
+PROBE_SECONDS = 1.0
+"""Between two round trips through the engine: one that dies while nobody asks it anything is noticed in this time."""
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""
 
@@ -51,10 +55,11 @@ class Applied:
 
 
 class EngineLife:
-    """One incarnation. `state` is watched by the session, the services and the gate."""
+    """One incarnation. `state` is watched by the session, the services and the gate; `number` is the life's."""
 
     def __init__(self, initial: EngineState, engine: Engine, memory: Memory) -> None:
-        seen = memory.load()
+        seen, self.number = memory.begin_life()
+        self._lives = seen.lives
         self.core = core.EngineCore(
             initial,
             term=Term(seen.term),
@@ -67,8 +72,11 @@ class EngineLife:
         self.requests = Requests(engine, self._count, self._disagree)
         self.waiting = 0
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.devices_free = asyncio.Event()
+        """Of a life that died asleep: who put it to sleep gave its devices back."""
         self._memory = memory
         self._lock = asyncio.Lock()
+        self._power = asyncio.Lock()
         self._scheduler_runs = True
         self._next_stream = 0
         self._stream_errors: dict[int, asyncio.Future[WeightplaneError]] = {}
@@ -86,11 +94,26 @@ class EngineLife:
         self.facts = await self.engine.start()
         self.apply(events.Started(self.facts.expected, self.facts.capabilities, self.facts.initial_digest))
         self._spawn(self._keep_gate())
+        self._spawn(self._probe())
+
+    async def _probe(self) -> None:
+        """INV-10: an engine that is gone is not left routable until somebody asks it for tokens."""
+        try:
+            while True:
+                await asyncio.sleep(PROBE_SECONDS)
+                await self.engine.probe()
+        except WeightplaneError as error:
+            async with self._lock:  # an install under way says first what became of it
+                self._die(str(error))
+
+    def _die(self, cause: str) -> None:
+        """This life cannot go on; whoever runs it ends it."""
+        if not self.died.done():
+            self.died.set_result(cause)
 
     async def end(self, cause: str) -> None:
         """The engine is gone or must go; nothing of this incarnation is left afterwards."""
-        if not self.died.done():
-            self.died.set_result(cause)
+        self._die(cause)
         self.apply(events.Died(cause))
         self.requests.fail_all(EngineDied(engine_id=self.core.state.engine_id, cause=cause))
         for task in self._tasks:
@@ -98,6 +121,12 @@ class EngineLife:
         for stream in list(self._receivers):
             self.drop(stream)
         await self.engine.shutdown()
+
+    @property
+    def devices_taken(self) -> bool:
+        """Who put this engine to sleep has its devices; only their word ends that, also when the engine died."""
+        state = self.core.state
+        return state.residency is not Residency.AWAKE and state.held_by(HoldKind.ASLEEP) is not None
 
     @property
     def open(self) -> bool:
@@ -112,7 +141,7 @@ class EngineLife:
         for effect in effects:
             match effect:
                 case events.Remember(term, coordinator_term, number):
-                    self._memory.save(Remembered(term, coordinator_term, number))
+                    self._memory.save(Remembered(term, coordinator_term, number, self._lives))
                 case events.EndStream(stream, error):
                     self._end_stream(stream, error)
                 case events.DropStaged(stream):
@@ -256,66 +285,79 @@ class EngineLife:
         log.error("install_lost", reason=error.reason, text=str(error))
         self.apply(events.InstallEnded(error, touched=True))
         self.requests.abort_all()
-        if not self.died.done():
-            self.died.set_result(str(error))
+        self._die(str(error))
 
     # ---- sleep ----
 
     async def sleep(self, event: events.SleepRequested) -> None:
         """Free the devices; returns when they are free. From here on what it takes away is not claimed (INV-1).
 
-        Raises the core's refusals, EngineDied.
+        Once begun it goes to its end, whoever waits. Raises the core's refusals, EngineDied.
         """
-        starts = any(isinstance(effect, events.StartSleep) for effect in self.apply(event))
-        await to_the_end(self._sleep(event.level if starts else None))
+        async with self._power:
+            if any(isinstance(effect, events.StartSleep) for effect in self.apply(event)):
+                await to_the_end(self._or_die(self._sleep(event.level)))
 
-    async def _sleep(self, level: int | None) -> None:
-        """None: somebody else's sleep is under way, and is waited for."""
+    async def _sleep(self, level: int) -> None:
         async with self._lock:
-            if level is not None:
-                await self._stop_scheduler()
-                await self._or_die(self.engine.sleep(level))
+            await self._stop_scheduler()
+            await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+            await self.engine.sleep(level)
 
     async def wake(self, event: events.WakeRequested) -> None:
         """Take the devices again; returns when that is done. Raises the core's refusals, EngineDied."""
-        starts = any(isinstance(effect, events.StartWake) for effect in self.apply(event))
-        await to_the_end(self._wake(event.kv, starts=starts))
+        if self.core.state.life is Life.DEAD and event.owner == self.core.state.held_by(HoldKind.ASLEEP):
+            self.devices_free.set()  # it died asleep: a fresh one may take them
+        async with self._power:
+            if any(isinstance(effect, events.StartWake) for effect in self.apply(event)):
+                await to_the_end(self._or_die(self._wake(event.kv)))
 
-    async def _wake(self, kv: bool, *, starts: bool) -> None:
+    async def _wake(self, kv: bool) -> None:
         async with self._lock:
-            if starts:
-                await self._or_die(self.engine.wake(kv_cache=kv))
-                self.apply(events.Woke(kv))
+            await self.engine.wake(kv_cache=kv)
+            self.apply(events.Woke(kv))
 
-    async def _or_die(self, work: Awaitable[None]) -> None:
+    async def _or_die(self, work: Coroutine[Any, Any, None]) -> None:
         """An engine that neither sleeps nor wakes is in an unknown state: its life ends."""
         try:
             await work
         except Exception as error:
-            if not self.died.done():
-                self.died.set_result(f"sleep or wake did not end: {error!r}")
-            raise
+            cause = f"sleep or wake did not end: {error!r}"
+            self._die(cause)
+            raise EngineDied(engine_id=self.core.state.engine_id, cause=cause) from error
 
     # ---- the gate ----
 
     async def _keep_gate(self) -> None:
-        """Level-triggered: the scheduler runs exactly while the gate is open."""
+        """Level-triggered: the scheduler runs exactly while `_may_step`."""
         try:
             async for _ in self.state.watch():
                 async with self._lock:
                     await self._follow_gate()
         except EngineDied as error:
-            if not self.died.done():
-                self.died.set_result(str(error))
+            self._die(str(error))
 
     async def _follow_gate(self) -> None:
-        if isinstance(self.core.state.weights, Poisoned):
+        state = self.core.state
+        if isinstance(state.weights, Poisoned):
             self.requests.abort_all()
-        applied = self.core.state.applied
-        if self.core.gate_open and not self._scheduler_runs and applied is not None:
-            await self._start_scheduler(applied)
-        elif not self.core.gate_open and self._scheduler_runs and self.core.state.life is Life.RUNNING:
-            await self._stop_scheduler()
+            if state.frozen:
+                cause = f"poisoned ({state.weights.cause}), and no update heals a frozen model's engine"
+                raise EngineDied(engine_id=state.engine_id, cause=cause)
+        steps = self._may_step()
+        if steps and not self._scheduler_runs and state.applied is not None:
+            await self._start_scheduler(state.applied)
+        elif not steps and self._scheduler_runs and state.life is Life.RUNNING and not state.installing:
+            await self._stop_scheduler()  # an install does it itself: if that fails the old version serves on (INV-4)
+
+    def _may_step(self) -> bool:
+        """The gate is open, or only draining shuts it: nobody enters, and who is in goes on to the end, also under a
+        version that the fleet serves no more: a draining engine gets no other."""
+        state, served = self.core.state, self.core.served
+        others = frozenset(h for h in state.holds if h.kind is not HoldKind.DRAINING)
+        if others != state.holds and self._scheduler_runs and state.applied is not None:
+            served |= {state.applied}
+        return replace(state, holds=others).gate_open(served)
 
     async def _start_scheduler(self, version: WeightVersion) -> None:
         self.requests.release(version)
@@ -339,8 +381,7 @@ class EngineLife:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("engine_task_failed", exc_info=task.exception())
-            if not self.died.done():
-                self.died.set_result(f"a task of the agent failed: {task.exception()!r}")
+            self._die(f"a task of the agent failed: {task.exception()!r}")
 
 
 class EngineLifeHolder:

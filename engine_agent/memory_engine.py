@@ -2,7 +2,8 @@
 
 For tests and for scale. It really reads the staged bytes (so a receiver that hands out wrong ones is caught), keeps
 their digest as its weights, and makes tokens that are a pure function of weights, prompt and position:
-whoever knows the weights can recompute them.
+whoever knows the weights can recompute them. It accounts for its device's memory: what is not resident can neither be
+written nor stepped with, and dies of it as a real one would.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import xxhash
+
 from controlplane import failpoints
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
-from controlplane.core.errors import CanaryFailed, InstallFailed
-from controlplane.core.layout import DType, Expected
+from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed
+from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
     CanaryReport,
@@ -47,6 +50,13 @@ class MemorySettings:
     seconds_per_token: float = 0.0
     """How long a token takes; 0 yields to the loop only."""
     install_seconds: float = 0.0
+    can_sleep: bool = True
+    sleep_seconds: float = 0.0
+    """How long sleeping takes, and waking."""
+    kv_bytes: int = 1 << 20
+    """Size of its KV cache."""
+    seed: int = 0
+    """Which weights it loads at its start, if it serves them; engines of one seed load the same."""
     device_uuids: tuple[str, ...] = ("MEM-0",)
 
 
@@ -59,17 +69,31 @@ class _Live:
 class MemoryEngine:
     """See `engine_agent.engine.Engine`."""
 
-    def __init__(self, settings: MemorySettings, engine_id: str) -> None:
+    def __init__(self, settings: MemorySettings, engine_id: str, *, serve_initial: bool = False) -> None:
+        """`serve_initial`: it serves the weights that it loads, as number 0."""
         self._settings = settings
         self._engine_id = engine_id
-        self._weights = hashlib.sha256(b"initial").digest()
-        self._label = "default"
+        self._weights, self._digest, self._label = hashlib.sha256(b"initial").digest(), b"", "default"
+        if serve_initial:
+            initial = initial_tensors(settings)
+            self._weights = weights_of({name: hashlib.sha256(data).digest() for name, data in initial.items()})
+            self._digest = content_digest([xxhash.xxh3_64_digest(initial[name]) for name in sorted(initial)])
+            self._label = "0"
+        self._resident = {"weights": sum(_sizes(settings).values()), "kv": settings.kv_bytes}
+        self._asleep: dict[str, int] = {}
+        """What is not on the device now, and its size."""
+        self._death = ""
         self._live: dict[str, _Live] = {}
         self._running = asyncio.Event()
         self._running.set()
         self._stepping = 0
         self._still = asyncio.Event()
         self._still.set()
+
+    @property
+    def device_bytes(self) -> int:
+        """What it holds of its device's memory now."""
+        return sum(self._resident.values())
 
     async def start(self) -> EngineFacts:
         shapes = dict(self._settings.tensors)
@@ -80,8 +104,11 @@ class MemoryEngine:
             max_model_len=self._settings.max_model_len,
             max_logprobs=0,
             expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
-            capabilities=frozenset({"staged", "rollback", SLEEP}),
+            capabilities=frozenset(
+                {"staged", "rollback", SLEEP} if self._settings.can_sleep else {"staged", "rollback"}
+            ),
             pids=(os.getpid(),),
+            initial_digest=self._digest or None,
         )
 
     async def generate(
@@ -112,6 +139,7 @@ class MemoryEngine:
         self._still.clear()
         try:
             await asyncio.sleep(self._settings.seconds_per_token)
+            self._need("weights", "kv", what="a step")
             token = token_of(self._weights, prompt, position, self._settings.vocab_size)
             live.seen += 1
             if live.spans and live.spans[-1][0] == self._label:
@@ -136,6 +164,8 @@ class MemoryEngine:
     async def install(self, staged: StagedWeights) -> InstallReport:
         if self._running.is_set():
             raise InstallFailed(self._engine_id, staged.label, False, "the engine was not quiesced")
+        if "weights" not in self._resident:
+            raise InstallFailed(self._engine_id, staged.label, False, "the weights are not resident")
         began = time.monotonic()
         await asyncio.sleep(self._settings.install_seconds)
         fresh: dict[str, bytes] = {}
@@ -151,6 +181,7 @@ class MemoryEngine:
         return InstallReport(len(fresh), time.monotonic() - began, 0.0)
 
     async def canary(self) -> CanaryReport:
+        self._need("weights", "kv", what="a canary")
         tokens = tuple(
             token_of(self._weights, CANARY_PROMPT, i, self._settings.vocab_size) for i in range(CANARY_TOKENS)
         )
@@ -160,22 +191,49 @@ class MemoryEngine:
         return CanaryReport(logprobs, tokens)
 
     async def resume(self) -> None:
+        self._need("weights", "kv", what="a scheduler")
         self._running.set()
 
     async def sleep(self, level: int) -> None:
-        if self._running.is_set():
-            raise InstallFailed(self._engine_id, self._label, False, "the engine was not quiesced")
-        if level == DROPS_WEIGHTS:
+        if self._running.is_set() or self._stepping:
+            self._death = "it was put to sleep while it was stepping"
+            raise EngineDied(self._engine_id, self._death)
+        await asyncio.sleep(self._settings.sleep_seconds)
+        self._asleep |= self._resident
+        self._resident = {}
+        if level == DROPS_WEIGHTS:  # what is in that memory after waking is anybody's
             self._weights = hashlib.sha256(b"dropped").digest()
 
     async def wake(self, *, kv_cache: bool) -> None:
-        await asyncio.sleep(0)
+        await asyncio.sleep(self._settings.sleep_seconds)
+        for name in ("weights", "kv") if kv_cache else ("weights",):
+            if name in self._asleep:
+                self._resident[name] = self._asleep.pop(name)
+
+    def _need(self, *names: str, what: str) -> None:
+        """A real one reads unmapped memory and dies."""
+        missing = [name for name in names if name not in self._resident]
+        if missing:
+            self._death = f"{what} needs {' and '.join(missing)}, not resident"
+        if self._death:
+            raise EngineDied(self._engine_id, self._death)
 
     async def probe(self) -> None:
         await asyncio.sleep(0)
+        if self._death:
+            raise EngineDied(self._engine_id, self._death)
 
     async def shutdown(self) -> None:
         self._running.clear()
+
+
+def initial_tensors(settings: MemorySettings) -> dict[str, bytes]:
+    """The bytes of the tensors that such an engine loads at its start."""
+    return {n: hashlib.shake_256(f"{settings.seed}/{n}".encode()).digest(size) for n, size in _sizes(settings).items()}
+
+
+def _sizes(settings: MemorySettings) -> dict[str, int]:
+    return {n: TensorSpec(n, settings.dtype, tuple(shape)).byte_count for n, shape in settings.tensors.items()}
 
 
 def weights_of(tensor_digests: Mapping[str, bytes]) -> bytes:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import random
 from collections.abc import AsyncIterator
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -17,12 +18,20 @@ import structlog
 
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState
-from controlplane.core.errors import IncompatibleNode, WeightplaneError, WrongIncarnation, WrongRun
+from controlplane.core.errors import (
+    IncompatibleNode,
+    ModelFrozen,
+    VersionConflict,
+    WeightplaneError,
+    WrongIncarnation,
+    WrongRun,
+)
 from controlplane.core.versions import ModelName, Term
 from controlplane.devices import host_id
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import seconds_from_proto, version_from_proto
 from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.latest import Latest
 from engine_agent.life import EngineLife
 from engine_agent.lifecycle_service import status_of
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
@@ -33,20 +42,34 @@ RECONNECT_SECONDS = (0.2, 2.0)
 """First and longest wait before the next try; doubled in between, with jitter."""
 WELCOME_LIMIT_SECONDS = 15.0
 
-FATAL = (WrongRun, IncompatibleNode, WrongIncarnation)
+FATAL = (WrongRun, IncompatibleNode, WrongIncarnation, ModelFrozen, VersionConflict)
 """Refusals that a reconnect cannot mend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Membership:
+    """What an engine counts as in its fleet; see EngineHello."""
+
+    group: str = ""
+    unit: str = ""
+    unit_size: int = 0
+    capabilities: frozenset[str] = frozenset()
+    """Of the agent, beside the engine's own."""
 
 
 class Session:
     """Keeps one life's session. `run` ends with a fatal refusal, or when cancelled."""
 
-    def __init__(self, life: EngineLife, coordinator: str, endpoint: str) -> None:
+    def __init__(self, life: EngineLife, coordinator: str, endpoint: str, member: Membership) -> None:
         self._life = life
+        self._member = member
         self._coordinator = coordinator
         self._endpoint = endpoint
         self._heartbeat_seconds = 1.0
         self._goodbye: str | None = None
         self._left = asyncio.Event()
+        self._told: Latest[EngineState | None] = Latest(None)
+        """The state that was sent last."""
 
     async def run(self) -> None:
         """Raises the refusal when it is fatal."""
@@ -76,21 +99,32 @@ class Session:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._left.wait(), limit_seconds)
 
+    async def tell(self, limit_seconds: float = 1.0) -> None:
+        """Return once the state as it is now was sent: before a life ends its last words are told (INV-8)."""
+        last = self._life.state.value
+        with contextlib.suppress(TimeoutError):
+            await self._told.wait_for(lambda told: told is last, limit_seconds)
+
     async def _once(self, stub: Any) -> None:
         call = stub.Session(self._frames())
         frames = aiter(call)
         try:
             async with asyncio.timeout(WELCOME_LIMIT_SECONDS):
-                first = await anext(frames, None)
-            if first is None or first.WhichOneof("frame") != "welcome":
-                raise IncompatibleNode(what="first frame", expected="welcome", got=str(first))
-            self._welcomed(first.welcome)
+                welcome = await self._welcome(frames)
+            self._welcomed(welcome)
             async for frame in frames:
                 self._follow(Term(self._life.core.coordinator_term), frame.fleet_state)
         except TimeoutError:
             log.warning("session_lost", reason="DEADLINE_EXCEEDED", text="no welcome came")
         finally:
             call.cancel()
+
+    async def _welcome(self, frames: AsyncIterator[fleet_pb2.SessionResponse]) -> fleet_pb2.Welcome:
+        """A state that everybody was told just then may come before it, and says nothing that it does not."""
+        async for frame in frames:
+            if frame.WhichOneof("frame") == "welcome":
+                return frame.welcome
+        raise IncompatibleNode(what="first frame", expected="welcome", got="the end")
 
     def _welcomed(self, welcome: fleet_pb2.Welcome) -> None:
         self._heartbeat_seconds = seconds_from_proto(welcome.heartbeat_interval)
@@ -108,11 +142,12 @@ class Session:
     async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
         """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it
         stops when the loop does."""
-        yield fleet_pb2.SessionRequest(engine_hello=self._hello())
         sent = self._life.state.value
+        yield fleet_pb2.SessionRequest(engine_hello=self._hello())
         while self._goodbye is None:
             sent = await self._next_state(sent)
             yield fleet_pb2.SessionRequest(engine_status=status_of(self._life))
+            self._told.set(sent)
         yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
 
     async def _next_state(self, sent: EngineState) -> EngineState:
@@ -135,8 +170,12 @@ class Session:
             endpoint=self._endpoint,
             host_id=host_id(),
             device_uuids=facts.device_uuids,
-            capabilities=sorted(facts.capabilities),
+            capabilities=sorted(facts.capabilities | self._member.capabilities),
             max_term=life.core.term,
             max_coordinator_term=life.core.coordinator_term,
             max_number=life.core.number,
+            group=self._member.group,
+            unit=self._member.unit,
+            unit_size=self._member.unit_size,
+            life=life.number,
         )

@@ -2,28 +2,32 @@
 
 The stream carries an attempt up to its commit frame; then the agent's install goes on without it. An end of the
 stream, a broken connection and silence are the same thing here: an abort, unless the commit frame came (INV-3).
+With the checkpoint transport the writer sends no bytes: the agent reads them, while it goes on listening.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import structlog
 
 from controlplane import failpoints
+from controlplane.checkpoints import CheckpointManifest, read_manifest
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
-from controlplane.core.assembly import Record
-from controlplane.core.engine_state import Held
-from controlplane.core.versions import Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.assembly import Assembly, Record
+from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
-from controlplane.rpc.codec import layout_from_parts, version_from_proto, version_to_proto
-from controlplane.rpc.engine_codec import timings_to_proto
-from engine_agent.life import Applied, EngineLife, EngineLifeHolder
-from engine_agent.receivers import Buffer, Receiver, make_receiver
-from weightplane.v1 import layout_pb2, weight_update_pb2, weight_update_pb2_grpc
+from controlplane.rpc.codec import layout_from_parts, version_from_proto
+from engine_agent import update_frames as frames
+from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.receivers import Buffer, CheckpointReceiver, Receiver, make_receiver
+from engine_agent.threads import in_thread
+from weightplane.v1 import weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -31,6 +35,8 @@ Frames = AsyncIterator[weight_update_pb2.UpdateWeightsRequest]
 Response = weight_update_pb2.UpdateWeightsResponse
 READY_IDLE_SECONDS = 600.0
 """Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
+READER = "weightplane-checkpoint"
+"""Name of the threads that read checkpoints."""
 MAX_LAYOUT_TENSORS = 1_000_000
 """As the manifest's own limit."""
 
@@ -38,19 +44,26 @@ MAX_LAYOUT_TENSORS = 1_000_000
 class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
     """Serves whichever life the engine has now."""
 
-    def __init__(self, holder: EngineLifeHolder, stream_idle_seconds: float) -> None:
+    def __init__(
+        self, holder: EngineLifeHolder, stream_idle_seconds: float, checkpoint_root: Path | None = None
+    ) -> None:
+        """Without a `checkpoint_root` updates from checkpoints are refused."""
         self._holder = holder
         self._idle_seconds = stream_idle_seconds
+        self._checkpoint_root = checkpoint_root
 
     async def UpdateWeights(self, request_iterator: Frames, context: Any) -> AsyncIterator[Response]:
         life = self._holder.life
         stream, ended = life.new_stream()
-        attempt = _Attempt(life, stream, _Reader(request_iterator, ended, self._idle_seconds))
+        reader = _Reader(request_iterator, ended, self._idle_seconds)
+        attempt = _Attempt(life, stream, reader, self._checkpoint_root)
         cause, reason = "the stream ended without a commit", "UPDATE_ABORTED"
         try:
             async for response in attempt.run():
                 yield response
         except e.UpdateAborted as error:
+            if ended.done():  # the one that noticed first knows less than the event that ended the stream
+                raise ended.result() from error
             # Those who noticed may not know which update it was.
             cause = error.cause
             raise e.UpdateAborted(update_id=error.update_id or attempt.update_id, cause=cause) from error
@@ -58,6 +71,7 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
             cause, reason = str(error), error.reason
             raise
         finally:
+            reader.close()
             life.end_stream(stream, cause, reason)
 
 
@@ -68,6 +82,7 @@ class _Reader:
         self._frames = aiter(frames)
         self._ended = ended
         self._idle_seconds = idle_seconds
+        self._pending: asyncio.Future[weight_update_pb2.UpdateWeightsRequest | None] | None = None
 
     async def next(self, *, ready: bool = False) -> weight_update_pb2.UpdateWeightsRequest | None:
         """None at the end of the stream. Raises the ending error, or UpdateAborted after silence.
@@ -75,17 +90,39 @@ class _Reader:
         `ready`: only the commit is missing, which waits for the slowest engine of the fleet.
         """
         limit = READY_IDLE_SECONDS if ready else self._idle_seconds
-        frame = asyncio.ensure_future(self._next_or_none())
+        frame = self._coming()
+        ends: set[asyncio.Future[Any]] = {frame, self._ended}
+        await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if self._ended.done():
+            raise self._ended.result()
+        if not frame.done():
+            raise e.UpdateAborted(update_id="", cause=f"no frame for {limit} s")
+        self._pending = None
+        return frame.result()
+
+    async def during(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, for which the writer only waits. Its end, its abort and any other frame end the work too."""
+        task, frame = asyncio.ensure_future(work), self._coming()
         try:
-            ends: set[asyncio.Future[Any]] = {frame, self._ended}
-            await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            ends: set[asyncio.Future[Any]] = {task, frame, self._ended}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 raise self._ended.result()
-            if not frame.done():
-                raise e.UpdateAborted(update_id="", cause=f"no frame for {limit} s")
-            return frame.result()
+            if not task.done():
+                raise _untimely(frame.result())
+            task.result()
         finally:
-            frame.cancel()
+            task.cancel()
+            task.add_done_callback(_seen)
+
+    def close(self) -> None:
+        if self._pending is not None:
+            self._pending.cancel()
+
+    def _coming(self) -> asyncio.Future[weight_update_pb2.UpdateWeightsRequest | None]:
+        if self._pending is None:
+            self._pending = asyncio.ensure_future(self._next_or_none())
+        return self._pending
 
     async def _next_or_none(self) -> weight_update_pb2.UpdateWeightsRequest | None:
         return await anext(self._frames, None)
@@ -94,27 +131,33 @@ class _Reader:
 class _Attempt:
     """One stream."""
 
-    def __init__(self, life: EngineLife, stream: int, reader: _Reader) -> None:
+    def __init__(self, life: EngineLife, stream: int, reader: _Reader, checkpoint_root: Path | None) -> None:
         self._life = life
         self._stream = stream
         self._reader = reader
+        self._checkpoint_root = checkpoint_root
         self._receiver: Receiver | None = None
+        self._assembly: Assembly | None = None
         self.update_id = ""
 
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
         version = version_from_proto(opened.version)
-        accept = _only(events.Accept, self._life.apply(_opened(self._stream, opened)))
-        yield _accepted(version, accept)
-        update_id = UpdateId(opened.update_id)
+        accept = _only(events.Accept, self._life.apply(frames.opened(self._stream, opened)))
         self.update_id = opened.update_id
+        if not accept.attached and opened.transport == weight_update_pb2.TRANSPORT_CHECKPOINT:
+            root = self._root()
+            yield frames.accepted(version)
+            await self._reader.during(self._read_checkpoint(root, opened))
+            yield frames.ready(version)
+        else:
+            yield frames.accepted(version, layout_needed=accept.layout_needed, attached=accept.attached)
         if not accept.attached:
-            if accept.layout_needed:
-                await self._read_layout(opened.manifest.tensor_count)
-            self._begin_receiving(opened.transport)
+            if self._receiver is None:
+                await self._begin_receiving(opened, layout_needed=accept.layout_needed)
             async for response in self._receive(version):
                 yield response
-        yield _applied(version, await self._life.outcome(update_id))
+        yield frames.applied(version, await self._life.outcome(UpdateId(opened.update_id)))
 
     async def _open_frame(self) -> weight_update_pb2.UpdateOpen:
         frame = await self._reader.next()
@@ -141,13 +184,59 @@ class _Attempt:
         layout = await asyncio.to_thread(layout_from_parts, parts)
         self._life.apply(events.LayoutArrived(self._stream, layout))
 
-    def _begin_receiving(self, transport: weight_update_pb2.Transport.ValueType) -> None:
-        update = self._life.core.update
-        facts = self._life.facts
-        if update is None or update.assembly is None or facts is None:
+    async def _begin_receiving(self, opened: weight_update_pb2.UpdateOpen, *, layout_needed: bool) -> None:
+        if layout_needed:
+            await self._read_layout(opened.manifest.tensor_count)
+        assembly, facts = self._my_update().assembly, self._life.facts
+        if assembly is None or facts is None:
             raise e.UpdateAborted(update_id="", cause="the engine's life ended")
-        self._receiver = make_receiver(transport, update.assembly.layout, host_id(), facts.device_uuids)
-        self._life.keep(self._stream, self._receiver)
+        self._assembly = assembly
+        self._keep(make_receiver(opened.transport, assembly.layout, host_id(), facts.device_uuids))
+
+    def _keep(self, receiver: Receiver) -> None:
+        self._receiver = receiver
+        self._life.keep(self._stream, receiver)
+
+    def _my_update(self) -> events.Update:
+        """The core's account of this stream. Raises UpdateAborted: it was ended meanwhile."""
+        update = self._life.core.update
+        if update is None or update.stream != self._stream:
+            raise e.UpdateAborted(update_id="", cause="the update ended meanwhile")
+        return update
+
+    # ---- a checkpoint ----
+
+    def _root(self) -> Path:
+        if self._checkpoint_root is None:
+            engine_id = self._life.core.state.engine_id
+            raise e.UnsupportedByEngine(engine_id=engine_id, what="read checkpoints: it has no checkpoint_root")
+        return self._checkpoint_root
+
+    async def _read_checkpoint(self, root: Path, opened: weight_update_pb2.UpdateOpen) -> None:
+        """The whole version, without a frame of the writer's: one chunk for each file. Its version is not compared: a
+        rollback brings an older one's bytes under a new number, and what counts is the content."""
+        name = opened.checkpoint
+        # In threads of their own: a disk that hangs must not hold up the end of this process.
+        manifest = await in_thread(lambda: read_manifest(root, name), name=READER)
+        _check_manifest(opened, manifest)
+        if self._my_update().assembly is None:
+            self._life.apply(events.LayoutArrived(self._stream, manifest.layout))
+        self._assembly = self._my_update().assembly
+        receiver = CheckpointReceiver(root, name, manifest)
+        self._keep(receiver)
+        version = version_from_proto(opened.version)
+        for index, (records, size) in enumerate(await in_thread(receiver.open, name=READER)):
+            event = events.ChunkArrived(self._stream, version, index, records, size)
+            verify = _only(events.Verify, self._life.apply(event))
+            await in_thread(partial(self._check_read, receiver, index, verify.tensors), name=READER)
+            failpoints.hit("engine.between_chunks", index)
+        self._life.apply(events.BytesVerified(self._stream))
+
+    def _check_read(self, receiver: Receiver, index: int, tensors: tuple[int, ...]) -> None:
+        failpoints.hit("engine.reading_checkpoint", index)
+        self._check(receiver, tensors)
+
+    # ---- chunks ----
 
     async def _receive(self, version: WeightVersion) -> AsyncIterator[Response]:
         """Chunks, until the commit frame was taken."""
@@ -155,40 +244,38 @@ class _Attempt:
             update = self._life.core.update
             frame = await self._reader.next(ready=update is not None and update.verified)
             kind = frame.WhichOneof("frame") if frame is not None else None
-            if frame is None:
-                raise e.UpdateAborted(update_id="", cause="the stream ended without a commit")
-            if kind == "chunk":
+            if frame is not None and kind == "chunk":
                 async for response in self._take_chunk(version, frame.chunk):
                     yield response
-            elif kind == "commit":
+            elif frame is not None and kind == "commit":
                 self._commit(frame.commit)
                 return
-            elif kind == "abort":
-                raise e.UpdateAborted(update_id="", cause=frame.abort.reason or "the writer gave up")
             else:
-                raise e.FrameOutOfOrder(expected="chunk, commit or abort", got=str(kind))
+                raise _untimely(frame)
 
     async def _take_chunk(self, version: WeightVersion, chunk: weight_update_pb2.Chunk) -> AsyncIterator[Response]:
-        event = _chunk_event(self._stream, chunk)
-        buffers = [_buffer(b) for b in chunk.buffers]
+        event = frames.chunk_event(self._stream, chunk)
+        buffers = [frames.buffer(b) for b in chunk.buffers]
         verify = _only(events.Verify, self._life.apply(event))
         await asyncio.to_thread(self._place_and_check, event.records, buffers, verify.tensors)
         failpoints.hit("engine.between_chunks", chunk.index)
         assert self._receiver is not None
         if self._receiver.releases_at_once:
-            yield _released(version, chunk.index)
+            yield frames.released(version, chunk.index)
         if verify.last:
             self._life.apply(events.BytesVerified(self._stream))
-            yield Response(ready=weight_update_pb2.UpdateReady(version=version_to_proto(version)))
+            yield frames.ready(version)
 
     def _place_and_check(self, records: Sequence[Record], buffers: Sequence[Buffer], tensors: tuple[int, ...]) -> None:
         """In a thread: copies and checksums, outside any pause."""
-        receiver, update = self._receiver, self._life.core.update
-        if receiver is None or update is None or update.assembly is None:
-            raise e.UpdateAborted(update_id="", cause="the update ended meanwhile")
-        receiver.place(records, buffers)
+        assert self._receiver is not None  # chunks come when it was made
+        self._receiver.place(records, buffers)
+        self._check(self._receiver, tensors)
+
+    def _check(self, receiver: Receiver, tensors: tuple[int, ...]) -> None:
+        assert self._assembly is not None
         for tensor in tensors:
-            receiver.check(tensor, update.assembly.checksum(tensor))
+            receiver.check(tensor, self._assembly.checksum(tensor))
 
     def _commit(self, commit: weight_update_pb2.Commit) -> None:
         event = events.CommitArrived(
@@ -201,73 +288,33 @@ class _Attempt:
         self._life.start_install(_only(events.StartInstall, self._life.apply(event)))
 
 
+def _seen(task: asyncio.Future[None]) -> None:
+    """Of work that was ended nobody wants the error."""
+    if not task.cancelled():
+        task.exception()
+
+
 def _only(kind: type, effects: list[events.Effect]) -> Any:
     return next(effect for effect in effects if isinstance(effect, kind))
 
 
-def _opened(stream: int, message: weight_update_pb2.UpdateOpen) -> events.Opened:
-    return events.Opened(
-        stream=stream,
-        run_id=RunId(message.run_id),
-        model=ModelName(message.model),
-        incarnation=Incarnation(message.engine.incarnation),
-        update_id=UpdateId(message.update_id),
-        writer_term=Term(message.writer_term),
-        version=version_from_proto(message.version),
-        layout_digest=message.manifest.layout_digest,
-        tensor_count=message.manifest.tensor_count,
-        byte_count=message.manifest.byte_count,
-        by_coordinator=message.writer == weight_update_pb2.UPDATE_WRITER_COORDINATOR,
-        base=_base(message.manifest),
-    )
+def _untimely(frame: weight_update_pb2.UpdateWeightsRequest | None) -> e.WeightplaneError:
+    """The writer's end, or a frame that does not belong where it came."""
+    kind = frame.WhichOneof("frame") if frame is not None else None
+    if frame is None:
+        return e.UpdateAborted(update_id="", cause="the stream ended without a commit")
+    if kind == "abort":
+        return e.UpdateAborted(update_id="", cause=frame.abort.reason or "the writer gave up")
+    return e.FrameOutOfOrder(expected="what the last answer asked for", got=str(kind))
 
 
-def _base(manifest: weight_update_pb2.Manifest) -> Held | None:
-    """What a delta changes; None for a whole update."""
-    if not manifest.HasField("base"):
-        return None
-    return Held(version_from_proto(manifest.base.version), manifest.base.content_digest)
-
-
-def _chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:
-    records = [
-        Record(r.tensor, r.tensor_offset, r.buffer_offset, r.byte_count, r.checksum if r.HasField("checksum") else None)
-        for r in chunk.records
+def _check_manifest(opened: weight_update_pb2.UpdateOpen, manifest: CheckpointManifest) -> None:
+    """The checkpoint is of the run, model and layout that were announced. Raises CheckpointUnreadable."""
+    pairs = [
+        ("run", opened.run_id, manifest.run_id),
+        ("model", opened.model, manifest.model),
+        ("layout", opened.manifest.layout_digest.hex(), manifest.layout.digest.hex()),
     ]
-    smallest = min(_size(b) for b in chunk.buffers)
-    return events.ChunkArrived(stream, version_from_proto(chunk.version), chunk.index, records, smallest)
-
-
-def _size(buffer: layout_pb2.BufferHandle) -> int:
-    is_inline = buffer.WhichOneof("kind") == "inline"
-    return len(buffer.inline) if is_inline else buffer.shared_memory.byte_count
-
-
-def _buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
-    if buffer.WhichOneof("kind") == "inline":
-        return Buffer(buffer.device_uuid, inline=buffer.inline)
-    r = buffer.shared_memory
-    return Buffer(buffer.device_uuid, r.segment, r.host_id, r.offset, r.byte_count)
-
-
-def _accepted(version: WeightVersion, accept: events.Accept) -> Response:
-    accepted = weight_update_pb2.UpdateAccepted(
-        version=version_to_proto(version), layout_needed=accept.layout_needed, attached=accept.attached
-    )
-    return Response(accepted=accepted)
-
-
-def _released(version: WeightVersion, index: int) -> Response:
-    released = weight_update_pb2.ChunkReleased(version=version_to_proto(version), index=index)
-    return Response(chunk_released=released)
-
-
-def _applied(version: WeightVersion, applied: Applied) -> Response:
-    message = weight_update_pb2.UpdateApplied(
-        version=version_to_proto(version),
-        content_digest=applied.content_digest,
-        changed_tensors=applied.changed_tensors,
-        timings=timings_to_proto(applied.timings),
-        canary=weight_update_pb2.Canary(prompt_logprobs=applied.canary.prompt_logprobs, tokens=applied.canary.tokens),
-    )
-    return Response(applied=message)
+    for what, expected, got in pairs:
+        if expected != got:
+            raise e.CheckpointUnreadable(opened.checkpoint, f"it is of {what} {got}, not of {expected}")

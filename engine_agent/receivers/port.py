@@ -31,7 +31,7 @@ class Receiver(Protocol):
     """One attempt's bytes. Methods block for as long as a copy or a checksum takes; call them in a thread.
 
     `close` may come from another thread at any time (a newer writer ends this attempt): it waits for the call that
-    runs, and calls after it raise UpdateAborted.
+    runs where that reads a sender's memory, and calls after it raise UpdateAborted.
     """
 
     releases_at_once: bool

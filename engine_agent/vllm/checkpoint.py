@@ -2,22 +2,33 @@
 
 Promises names, shapes, dtypes and byte ranges that were checked against each other and against the files'
 sizes. Refuses a directory that is missing, cut short, or contradicts itself, with CheckpointError.
-The header format is safetensors': eight bytes of little-endian length, then that much JSON.
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from controlplane.core.layout import DType, Expected
+import xxhash
 
-HEADER_LIMIT_BYTES = 100_000_000
-"""safetensors' own limit on a header."""
+from controlplane.core.layout import DType, Expected, content_digest
+from controlplane.tensor_files import StoredTensor, TensorFileError, read_file
+
+__all__ = [
+    "CheckpointError",
+    "ModelFacts",
+    "StoredTensor",
+    "digest_of",
+    "expected_of",
+    "read_checkpoint",
+    "read_model_facts",
+]
+
+READ_BYTES = 8 << 20
+"""Read at once while a model's files are summed."""
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 HEAD_NAME = "lm_head.weight"
@@ -29,17 +40,6 @@ _CASTABLE = frozenset({DType.F64, DType.F32, DType.F16, DType.BF16})
 
 class CheckpointError(ValueError):
     """The model directory is missing, cut short, or contradicts itself."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
-    """One tensor of a checkpoint: `byte_count` bytes at `offset` of `file`."""
-
-    file: Path
-    dtype: DType
-    shape: tuple[int, ...]
-    offset: int
-    byte_count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +99,27 @@ def expected_of(tensors: Mapping[str, StoredTensor], facts: ModelFacts, engine_d
     )
 
 
+def digest_of(tensors: Mapping[str, StoredTensor]) -> bytes:
+    """Content digest of a model directory, in the order of its tensors' names; reads every byte. Blocks."""
+    return content_digest([_checksum(tensors[name]) for name in sorted(tensors)])
+
+
+def _checksum(tensor: StoredTensor) -> bytes:
+    checksum, left = xxhash.xxh3_64(), tensor.byte_count
+    try:
+        with tensor.file.open("rb", buffering=0) as file:
+            file.seek(tensor.offset)
+            while left:
+                block = file.read(min(left, READ_BYTES))
+                if not block:
+                    raise CheckpointError(f"{tensor.file}: cut short while it was read")
+                checksum.update(block)
+                left -= len(block)
+    except OSError as e:
+        raise CheckpointError(f"{tensor.file}: {e.strerror}") from e
+    return checksum.digest()
+
+
 def _accepted(stored: DType, configured: DType | None) -> frozenset[DType]:
     if configured is None or stored not in _CASTABLE:
         return frozenset({stored})
@@ -122,46 +143,15 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, StoredTensor]:
 
 def _merged(files: list[Path]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        for name, tensor in _read_file(file):
-            if name in tensors:
-                raise CheckpointError(f"{file}: {name} stands in {tensors[name].file.name} too")
-            tensors[name] = tensor
+    try:
+        for file in files:
+            for name, tensor in read_file(file):
+                if name in tensors:
+                    raise CheckpointError(f"{file}: {name} stands in {tensors[name].file.name} too")
+                tensors[name] = tensor
+    except TensorFileError as e:
+        raise CheckpointError(str(e)) from e
     return tensors
-
-
-def _read_file(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    header, data_start, size = _read_header(file)
-    for name, entry in header.items():
-        if name != "__metadata__":
-            yield name, _stored(file, name, entry, data_start, size)
-
-
-def _read_header(file: Path) -> tuple[dict[str, Any], int, int]:
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as f:
-            length = int.from_bytes(f.read(8), "little")
-            if size < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
-                raise CheckpointError(f"{file}: not a safetensors file, or cut short ({size} bytes)")
-            text = f.read(length)
-    except OSError as e:
-        raise CheckpointError(f"{file}: {e.strerror}") from e
-    return _object(file, text), 8 + length, size
-
-
-def _stored(file: Path, name: str, entry: Any, data_start: int, size: int) -> StoredTensor:
-    try:
-        dtype = DType[entry["dtype"]]
-        shape = tuple(int(d) for d in entry["shape"])
-        begin, end = (int(v) for v in entry["data_offsets"])
-    except (KeyError, TypeError, ValueError) as e:
-        raise CheckpointError(f"{file}: {name}: the header is not understood: {e!r}") from e
-    if begin < 0 or end - begin != math.prod(shape) * dtype.item_bytes:
-        raise CheckpointError(f"{file}: {name}: {end - begin} bytes do not hold {dtype.name} of shape {shape}")
-    if data_start + end > size:
-        raise CheckpointError(f"{file}: cut short: {name} ends at byte {data_start + end} of {size}")
-    return StoredTensor(file, dtype, shape, data_start + begin, end - begin)
 
 
 def _read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ from controlplane.core.errors import (
     UnsupportedByEngine,
 )
 from controlplane.core.sampling import SamplingSettings
+from controlplane.core.versions import FROZEN
+from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
     CanaryReport,
     EngineFacts,
@@ -32,11 +34,12 @@ from engine_agent.engine import (
     LiveRequests,
     StagedWeights,
 )
+from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
-from engine_agent.vllm.checkpoint import CheckpointError, expected_of, read_checkpoint, read_model_facts
+from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
 from engine_agent.vllm.install import MIXTURE, Installer
-from engine_agent.vllm.launch import EngineLog, end, in_thread, launch
+from engine_agent.vllm.launch import EngineLog, end, launch
 from engine_agent.vllm.processes import kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
@@ -50,9 +53,11 @@ DRAIN_POLL_SECONDS = 0.0005
 class VllmEngine:
     """One vLLM engine, one life. Used from one event loop."""
 
-    def __init__(self, settings: VllmSettings, engine_id: str) -> None:
+    def __init__(self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False) -> None:
+        """`serve_initial`: it serves the model directory as it is, as number 0."""
         self._settings = settings
         self._engine_id = engine_id
+        self._serve_initial = serve_initial
         self._log: EngineLog | None = None
         self._core_or_none: Core | None = None
         self._installer_or_none: Installer | None = None
@@ -93,10 +98,23 @@ class VllmEngine:
             expected=expected,
             capabilities=self._capabilities(llm),
             pids=tuple(p.pid for p in self._processes),
+            initial_digest=await self._name_initial(core, tensors) if self._serve_initial else None,
         )
         return self._facts
 
+    async def _name_initial(self, core: Core, tensors: Mapping[str, StoredTensor]) -> bytes:
+        """What it loaded, summed from the same files; tokens are stamped with its number from here on (INV-11)."""
+        try:
+            digest = await asyncio.to_thread(digest_of, tensors)
+            label = FROZEN.label
+            await core.ask(core.llm.update_weight_version(label), "label", self._settings.call_timeout_seconds)
+        except (CheckpointError, DeadlineExceeded) as e:
+            raise EngineDied(self._engine_id, str(e)) from e
+        self._label = label
+        return digest
+
     async def sleep(self, level: int) -> None:
+        # vLLM's own wake_up starts the scheduler, on whatever weights there are; until that is mastered there is none.
         raise UnsupportedByEngine(self._engine_id, "sleep")
 
     async def wake(self, *, kv_cache: bool) -> None:
@@ -214,12 +232,8 @@ class VllmEngine:
         return tuple(w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
-        config = llm.vllm_config
-        optional = {
-            "prefix_cache": bool(config.cache_config.enable_prefix_caching),
-            "sleep": bool(config.model_config.enable_sleep_mode),
-        }
-        return frozenset({"staged", "rollback"} | {name for name, there in optional.items() if there})
+        cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
+        return frozenset({"staged", "rollback", "prefix_cache"} if cached else {"staged", "rollback"})
 
 
 def _pids(workers: Sequence[dict[str, Any]]) -> set[int]:

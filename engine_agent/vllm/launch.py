@@ -14,7 +14,6 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import psutil
 
 from controlplane.core.errors import EngineDied
+from engine_agent.threads import in_thread
 from engine_agent.vllm import environment
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
@@ -130,32 +130,6 @@ async def end(llm: Any, limit_seconds: float) -> None:
         wake.cancel()
         await asyncio.gather(wake, return_exceptions=True)
     ending.result()
-
-
-async def in_thread(work: Callable[[], T], *, name: str) -> T:
-    """Run `work` in a daemon thread of its own: one that never returns must not hold up the interpreter's exit."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as e:
-            error = e
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await future
 
 
 def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event) -> Any:

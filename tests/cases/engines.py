@@ -78,8 +78,8 @@ class Hand:
 class HandledEngine(MemoryEngine):
     """The engine's own code, with the hand's points in it. Its label at start is that of whoever launched it."""
 
-    def __init__(self, settings: MemorySettings, engine_id: str, hand: Hand) -> None:
-        super().__init__(settings, engine_id)
+    def __init__(self, settings: MemorySettings, engine_id: str, hand: Hand, **how: bool) -> None:
+        super().__init__(settings, engine_id, **how)
         self._hand = hand
         self._whole = True
         self.tokens_of_a_mixture = 0
@@ -136,8 +136,8 @@ def lay_hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     """Every in-memory engine that an agent of this process starts from now on has a hand on it."""
     hands: Hands = defaultdict(Hand)
 
-    def make(settings: MemorySettings, engine_id: str) -> HandledEngine:
-        return HandledEngine(settings, engine_id, hands[engine_id])
+    def make(settings: MemorySettings, engine_id: str, **how: bool) -> HandledEngine:
+        return HandledEngine(settings, engine_id, hands[engine_id], **how)
 
     monkeypatch.setattr(agent, "MemoryEngine", make)
     return hands

@@ -310,6 +310,7 @@ class CaseFleet(LocalFleet):
             backend="memory",
             memory=MemorySettings(tensors=SHAPES, **memory),
             stream_idle_seconds=stream_idle_seconds,
+            checkpoint_root=self.directory / "checkpoints",
         )
         self._start(engine_id, run_engine, settings)
 

@@ -79,10 +79,6 @@ def test_V1_every_transport_of_the_contract_is_tried_here() -> None:
     assert here == told, "say in tests/cases/fleet.py how bytes are handed over by the new transport"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="engine_agent/receivers: no agent reads checkpoints yet; it takes such an open frame for shared memory",
-)
 async def test_V1_a_checkpoint_that_is_not_there_is_refused_and_leaves_what_was_recorded(fleet: CaseFleet) -> None:
     """No chunk follows this open frame. Once this passes, tell CARRIERS how a checkpoint is handed over."""
     weights = Weights()

@@ -79,11 +79,6 @@ async def test_P4_a_failed_install_reaches_the_caller_in_the_engines_own_words(
     assert segments() == []
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="engine_agent/agent.py ends the session before the dying life's last state is told, and outcome.py drops "
-    "what the stream said where the coordinator has a word of its own, `a new incarnation took its place`",
-)
 async def test_P4_an_engine_that_dies_in_its_install_is_named_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

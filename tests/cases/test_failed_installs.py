@@ -97,11 +97,6 @@ async def test_V4_an_engine_whose_first_load_fails_holds_what_it_held_before_it_
     assert (number_of(status), status.weights, status.word) == (None, engine_pb2.WEIGHTS_STATE_UNSET, "empty")
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="engine_agent/life.py: the gate's keeper stops the scheduler before the install does, and ends the engine's "
-    "life when that is late (DeadlineExceeded); INV-4 wants the old version to serve on",
-)
 async def test_V4_an_engine_that_cannot_be_stopped_in_time_keeps_its_old_version(
     fleet: CaseFleet, hands: Hands
 ) -> None:

@@ -215,10 +215,6 @@ async def test_L2_an_old_life_that_wakes_up_and_says_hello_again_is_refused(flee
     await is_the_new_life(fleet)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="engine_agent/session.py: hellos do not say which life of the engine it is, so nobody can order them",
-)
 async def test_L2_a_real_agents_first_life_does_not_come_back_over_its_second(fleet: CaseFleet) -> None:
     await fleet.deliver(Weights())
     before, after = await reborn(fleet)
@@ -238,9 +234,6 @@ async def test_L2_a_real_agents_first_life_does_not_come_back_over_its_second(fl
 # ---- names --------------------------------------------------------------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True, reason="core/engine_events.py: `Opened` has no engine id, so the agent compares the incarnation alone"
-)
 async def test_L2_an_update_for_an_engine_of_another_name_is_refused(fleet: CaseFleet) -> None:
     """An address that is somebody else's by now, or a plan whose entries were swapped."""
     begun = await fleet.begin()

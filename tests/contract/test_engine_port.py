@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from controlplane.core.errors import InstallFailed
+from controlplane.core.engine_core import SLEEP
+from controlplane.core.errors import InstallFailed, UnsupportedByEngine
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import Engine, EngineFacts, GenerationDelta, StagedWeights
@@ -181,3 +182,74 @@ async def test_a_canary_is_finite_and_repeats_itself(rig: Rig) -> None:
     assert first.prompt_logprobs == pytest.approx(second.prompt_logprobs, abs=1e-5)
     await rig.engine.resume()
     await rig.engine.probe()
+
+
+# ---- sleep: where the engine says that it can; else the call is refused and harms nothing -----------------------
+
+
+@pytest.fixture
+def sleeper(rig: Rig) -> Rig:
+    if SLEEP not in rig.facts.capabilities:
+        pytest.skip("this engine cannot sleep, and says so")
+    return rig
+
+
+async def test_an_engine_without_the_capability_refuses_to_sleep_and_serves_on(rig: Rig) -> None:
+    if SLEEP in rig.facts.capabilities:
+        pytest.skip("this engine can sleep")
+    await rig.put(0, "81")
+    before = tokens(await collect(rig.engine, "r81", 6))
+    await rig.engine.quiesce()
+    for level in (1, 2):
+        with pytest.raises(UnsupportedByEngine):
+            await rig.engine.sleep(level)
+    with pytest.raises(UnsupportedByEngine):
+        await rig.engine.wake(kv_cache=True)
+    await rig.engine.resume()
+    assert tokens(await collect(rig.engine, "r82", 6)) == before
+
+
+async def test_p2_level_1_keeps_the_weights_and_a_request_goes_on_with_them(sleeper: Rig) -> None:
+    await sleeper.put(0, "91")
+    before = tokens(await collect(sleeper.engine, "r91", 6))
+    deltas: list[GenerationDelta] = []
+    running = asyncio.create_task(collect(sleeper.engine, "r92", 60, deltas))
+    await until(deltas, 5)
+    live = await sleeper.engine.quiesce()
+    await sleeper.engine.sleep(1)
+    assert (await sleeper.engine.quiesce()).token_counts == live.token_counts
+    await sleeper.engine.probe()
+    for kv_cache in (False, True, True):
+        await sleeper.engine.wake(kv_cache=kv_cache)
+        assert (await sleeper.engine.quiesce()).token_counts == live.token_counts
+    await sleeper.engine.resume()
+    assert (await running)[-1].engine_spans == (("91", 0, 60),)
+    assert tokens(await collect(sleeper.engine, "r93", 6)) == before
+
+
+async def test_p2_after_level_2_an_install_makes_the_weights_again(sleeper: Rig) -> None:
+    await sleeper.put(0, "101")
+    before = tokens(await collect(sleeper.engine, "r101", 6))
+    await sleeper.engine.quiesce()
+    for level in (1, 2):  # from one into the other
+        await sleeper.engine.sleep(level)
+    await sleeper.engine.wake(kv_cache=True)
+    await sleeper.put(0, "102")
+    deltas = await collect(sleeper.engine, "r102", 6)
+    assert tokens(deltas) == before
+    assert deltas[-1].engine_spans == (("102", 0, 6),)
+
+
+async def test_p2_asleep_an_install_touches_nothing(sleeper: Rig) -> None:
+    await sleeper.put(0, "111")
+    before = tokens(await collect(sleeper.engine, "r111", 6))
+    await sleeper.engine.quiesce()
+    await sleeper.engine.sleep(1)
+    with sleeper.stage(1, "112") as staged, pytest.raises(InstallFailed) as failure:
+        await sleeper.engine.install(staged)
+    assert not failure.value.touched
+    await sleeper.engine.wake(kv_cache=True)
+    await sleeper.engine.resume()
+    deltas = await collect(sleeper.engine, "r112", 6)
+    assert tokens(deltas) == before
+    assert deltas[-1].engine_spans == (("111", 0, 6),)

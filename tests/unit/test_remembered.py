@@ -11,27 +11,55 @@ from engine_agent.remembered import Memory, Remembered
 
 
 def test_what_was_saved_is_there_for_the_next_life(tmp_path: Path) -> None:
-    Memory(tmp_path / "deep" / "e0.json", "run").save(Remembered(term=3, coordinator_term=2, number=41))
-    assert Memory(tmp_path / "deep" / "e0.json", "run").load() == Remembered(3, 2, 41)
+    Memory(tmp_path / "deep" / "e0.json", "run", "policy").save(Remembered(term=3, coordinator_term=2, number=41))
+    assert Memory(tmp_path / "deep" / "e0.json", "run", "policy").load() == Remembered(3, 2, 41)
 
 
 def test_nothing_was_seen_before_the_first_save(tmp_path: Path) -> None:
-    assert Memory(tmp_path / "e0.json", "run").load() == Remembered()
+    assert Memory(tmp_path / "e0.json", "run", "policy").load() == Remembered()
 
 
 def test_l7_another_runs_terms_say_nothing_here(tmp_path: Path) -> None:
-    Memory(tmp_path / "e0.json", "run").save(Remembered(term=9))
-    assert Memory(tmp_path / "e0.json", "other").load() == Remembered()
+    Memory(tmp_path / "e0.json", "run", "policy").save(Remembered(term=9))
+    assert Memory(tmp_path / "e0.json", "other", "policy").load() == Remembered()
+
+
+def test_a_term_belongs_to_a_model_and_the_rest_to_the_run(tmp_path: Path) -> None:
+    Memory(tmp_path / "e0.json", "run", "policy").save(Remembered(term=9, coordinator_term=4, number=41))
+    assert Memory(tmp_path / "e0.json", "run", "critic").load() == Remembered(0, 4, 41)
+    assert Memory(tmp_path / "e0.json", "run", "policy").load() == Remembered(9, 4, 41)
+    Memory(tmp_path / "e0.json", "run", "critic").save(Remembered(term=2, coordinator_term=4, number=42))
+    assert Memory(tmp_path / "e0.json", "run", "policy").load() == Remembered(0, 4, 42)
+
+
+def test_a_file_of_before_models_were_noted_is_of_the_model_that_asks(tmp_path: Path) -> None:
+    (tmp_path / "e0.json").write_text('{"run_id": "run", "term": 9, "coordinator_term": 4, "number": 41}')
+    assert Memory(tmp_path / "e0.json", "run", "policy").load() == Remembered(9, 4, 41)
+
+
+def test_l2_lives_are_counted_on_the_disk_also_those_of_another_model(tmp_path: Path) -> None:
+    path = tmp_path / "e0.json"
+    remembered, number = Memory(path, "run", "policy").begin_life()
+    assert (remembered, number) == (Remembered(lives=1), 0)  # perhaps a disk before this one counted further
+    Memory(path, "run", "policy").save(Remembered(3, 2, 41, lives=1))
+    assert Memory(path, "run", "policy").begin_life() == (Remembered(3, 2, 41, lives=2), 2)
+    assert Memory(path, "run", "critic").begin_life() == (Remembered(0, 2, 41, lives=3), 3)
+    assert Memory(path, "other", "policy").begin_life()[1] == 0
+
+
+def test_a_file_of_before_lives_were_counted_counts_from_one(tmp_path: Path) -> None:
+    (tmp_path / "e0.json").write_text('{"run_id": "run", "term": 9, "coordinator_term": 4, "number": 41}')
+    assert Memory(tmp_path / "e0.json", "run", "policy").begin_life() == (Remembered(9, 4, 41, lives=1), 1)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "run", "surprise": 1}'])
 def test_a_damaged_file_is_an_error_and_never_a_zero(tmp_path: Path, content: str) -> None:
     (tmp_path / "e0.json").write_text(content)
     with pytest.raises(LedgerError):
-        Memory(tmp_path / "e0.json", "run").load()
+        Memory(tmp_path / "e0.json", "run", "policy").load()
 
 
 def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "not-a-directory").write_text("")
     with pytest.raises(LedgerError):
-        Memory(tmp_path / "not-a-directory" / "e0.json", "run").save(Remembered(term=1))
+        Memory(tmp_path / "not-a-directory" / "e0.json", "run", "policy").save(Remembered(term=1))

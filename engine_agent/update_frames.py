@@ -1,0 +1,88 @@
+"""Frames of WeightUpdate: the writer's into the core's events, the core's answers into the agent's. No decisions."""
+
+from __future__ import annotations
+
+from controlplane.core import engine_events as events
+from controlplane.core.assembly import Record
+from controlplane.core.engine_state import Held
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.rpc.codec import version_from_proto, version_to_proto
+from controlplane.rpc.engine_codec import timings_to_proto
+from engine_agent.life import Applied
+from engine_agent.receivers import Buffer
+from weightplane.v1 import layout_pb2, weight_update_pb2
+
+Response = weight_update_pb2.UpdateWeightsResponse
+
+
+def opened(stream: int, message: weight_update_pb2.UpdateOpen) -> events.Opened:
+    return events.Opened(
+        stream=stream,
+        run_id=RunId(message.run_id),
+        model=ModelName(message.model),
+        incarnation=Incarnation(message.engine.incarnation),
+        update_id=UpdateId(message.update_id),
+        writer_term=Term(message.writer_term),
+        version=version_from_proto(message.version),
+        layout_digest=message.manifest.layout_digest,
+        tensor_count=message.manifest.tensor_count,
+        byte_count=message.manifest.byte_count,
+        by_coordinator=message.writer == weight_update_pb2.UPDATE_WRITER_COORDINATOR,
+        base=_base(message.manifest),
+        engine_id=EngineId(message.engine.engine_id),
+    )
+
+
+def _base(manifest: weight_update_pb2.Manifest) -> Held | None:
+    """What a delta changes; None for a whole update."""
+    if not manifest.HasField("base"):
+        return None
+    return Held(version_from_proto(manifest.base.version), manifest.base.content_digest)
+
+
+def chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:
+    records = [
+        Record(r.tensor, r.tensor_offset, r.buffer_offset, r.byte_count, r.checksum if r.HasField("checksum") else None)
+        for r in chunk.records
+    ]
+    smallest = min(_size(b) for b in chunk.buffers)
+    return events.ChunkArrived(stream, version_from_proto(chunk.version), chunk.index, records, smallest)
+
+
+def _size(buffer: layout_pb2.BufferHandle) -> int:
+    is_inline = buffer.WhichOneof("kind") == "inline"
+    return len(buffer.inline) if is_inline else buffer.shared_memory.byte_count
+
+
+def buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
+    if buffer.WhichOneof("kind") == "inline":
+        return Buffer(buffer.device_uuid, inline=buffer.inline)
+    r = buffer.shared_memory
+    return Buffer(buffer.device_uuid, r.segment, r.host_id, r.offset, r.byte_count)
+
+
+def accepted(version: WeightVersion, *, layout_needed: bool = False, attached: bool = False) -> Response:
+    accepted = weight_update_pb2.UpdateAccepted(
+        version=version_to_proto(version), layout_needed=layout_needed, attached=attached
+    )
+    return Response(accepted=accepted)
+
+
+def ready(version: WeightVersion) -> Response:
+    return Response(ready=weight_update_pb2.UpdateReady(version=version_to_proto(version)))
+
+
+def released(version: WeightVersion, index: int) -> Response:
+    released = weight_update_pb2.ChunkReleased(version=version_to_proto(version), index=index)
+    return Response(chunk_released=released)
+
+
+def applied(version: WeightVersion, applied: Applied) -> Response:
+    message = weight_update_pb2.UpdateApplied(
+        version=version_to_proto(version),
+        content_digest=applied.content_digest,
+        changed_tensors=applied.changed_tensors,
+        timings=timings_to_proto(applied.timings),
+        canary=weight_update_pb2.Canary(prompt_logprobs=applied.canary.prompt_logprobs, tokens=applied.canary.tokens),
+    )
+    return Response(applied=message)

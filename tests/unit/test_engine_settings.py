@@ -1,0 +1,46 @@
+"""The engine agent's settings as a file or a command line gives them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controlplane.config import ConfigError, load, parse_overrides
+from engine_agent.agent import EngineSettings
+
+
+def settings(*sets: str, file: Path | None = None) -> EngineSettings:
+    return load(EngineSettings, file, parse_overrides(["engine_id=e0", *sets]))
+
+
+def test_what_an_engine_is_when_nothing_is_said() -> None:
+    plain = settings()
+    assert (plain.initial, plain.checkpoint_root) == ("unset", None)
+    assert (plain.group, plain.unit, plain.unit_size) == ("", "", 0)
+
+
+def test_a_checkpoint_root_in_a_file_is_relative_to_it(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('checkpoint_root = "checkpoints"\ninitial = "serve"\n')
+    read = settings(file=file)
+    assert (read.checkpoint_root, read.initial) == (tmp_path / "checkpoints", "serve")
+
+
+def test_a_unit_is_named_with_its_size() -> None:
+    pair = settings("group=fast", "unit=pair", "unit_size=2")
+    assert (pair.group, pair.unit, pair.unit_size) == ("fast", "pair", 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["initial=frozen"], "initial: expected one of 'unset', 'serve', got 'frozen'"),
+        (["unit=pair"], "unit and unit_size go together"),
+        (["unit_size=2"], "unit and unit_size go together"),
+        (["unit=pair", "unit_size=-1"], "unit and unit_size go together"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(words: list[str], problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        settings(*words)
