@@ -61,6 +61,7 @@ async def test_V4_a_load_that_fails_never_leaves_the_new_version_behind(
     await fleet.deliver(old)
     before = await fleet.engine("e0")
     statuses, views = fleet.note_statuses(before.endpoint), fleet.note_views()
+    await eventually(lambda: bool(views.told))
     hands["e0"].fail(failure.point, failure.error)
     begun = await fleet.begin()
     attempt = fleet.delivery(begun, "e0", fleet.cargo(Weights()))
