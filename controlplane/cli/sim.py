@@ -15,7 +15,7 @@ def sim(
     seeds: Annotated[int, typer.Option("--seeds", help="How many, from 0.", min=1)] = 200,
     seed: Annotated[int | None, typer.Option("--seed", help="This one only.")] = None,
     events: Annotated[int, typer.Option("--events", help="Events with faults, each seed.", min=1)] = 2000,
-    engines: Annotated[int, typer.Option("--engines", help="Engines of the fleet.", min=1)] = 4,
+    engines: Annotated[int, typer.Option("--engines", help="Engines of all models together.", min=1)] = 7,
 ) -> int:
     """Simulate a fleet with faults: lost links, crashes, pauses, zombies. Ends with 1 if an invariant was broken."""
     from controlplane.sim.runner import run

@@ -97,7 +97,10 @@ class EngineCore:
         self.conditions: tuple[Condition, ...] = ()
         self._layouts: dict[bytes, Layout] = {}
         self._update: Update | None = None
-        self._waking = False
+        self._waking = 0
+        """Wakes whose `Woke` is to come; they end in the order in which they were asked for."""
+        self._outdated_wakes = 0
+        """Those before them that a sleep followed."""
         self._highest_applied = -1
         self._digest_of_highest = b""
 
@@ -453,30 +456,38 @@ class EngineCore:
         aborted = self._abort_unless_installing(
             e.EngineAsleep(engine_id=s.engine_id, missing="weights and KV cache are")
         )
-        already = s.residency is Residency.ASLEEP and event.level != DROPS_WEIGHTS
+        already = s.residency is Residency.ASLEEP and not self._waking and event.level != DROPS_WEIGHTS
         if event.level == DROPS_WEIGHTS:
             self._set_weights(Unset())
-        self.state, self._waking = replace(self.state, residency=Residency.ASLEEP), False
+        self.state = replace(self.state, residency=Residency.ASLEEP)
+        self._outdated_wakes, self._waking = self._outdated_wakes + self._waking, 0
         slept = self._become(holds=self.state.holds | {Hold(HoldKind.ASLEEP, event.owner)})
         return [*aborted, *slept, *([] if already else [StartSleep(event.level)])]
 
     def _wake_requested(self, event: WakeRequested) -> list[Effect]:
-        """Only who put it to sleep wakes it: its devices are theirs. What is awake stays so."""
-        s = self.state
+        """Only who put it to sleep wakes it: its devices are theirs. Of several the last one's word does; each one's
+        ends its own hold. What is awake stays so."""
+        s, own = self.state, Hold(HoldKind.ASLEEP, event.owner)
         self._check_running()
-        others = sorted(h.owner for h in s.holds if h.kind is HoldKind.ASLEEP and h.owner != event.owner)
+        others = sorted(h.owner for h in s.holds if h.kind is HoldKind.ASLEEP and h != own)
+        if others and event.kv and own in s.holds:
+            return self._become(holds=s.holds - {own})
         if others:
             raise e.DevicesTaken(engine_id=s.engine_id, owner=others[0])
         awake = s.residency is Residency.AWAKE or (s.residency is Residency.WEIGHTS and not event.kv)
-        self._waking = not awake
+        self._waking += not awake
         return [Report()] if awake else [StartWake(event.kv)]
 
     def _woke(self, event: Woke) -> list[Effect]:
         """Void if a sleep was asked for meanwhile: it follows."""
+        if self._outdated_wakes:
+            self._outdated_wakes -= 1
+            return []
         if not self._waking:
             return []
-        self._waking = False
-        residency = Residency.AWAKE if event.kv else Residency.WEIGHTS
+        self._waking -= 1
+        awake = event.kv or self.state.residency is Residency.AWAKE
+        residency = Residency.AWAKE if awake else Residency.WEIGHTS
         self.state = replace(self.state, residency=residency)
         asleep = {h for h in self.state.holds if h.kind is HoldKind.ASLEEP}
         return self._become(holds=self.state.holds - asleep if event.kv else None)

@@ -53,6 +53,8 @@ _WEIGHTS = [
     # INV-1: unset before the first byte; set in the step that finished.
     *_rows(Part.WEIGHTS, ev.Quiesced, WeightsKind.UNSET, WeightsKind.HELD, WeightsKind.POISONED),
     *_rows(Part.WEIGHTS, ev.CanaryPassed, WeightsKind.HELD, WeightsKind.UNSET),
+    # Spans disagreed in mid-install: what a full update brought is whole all the same.
+    *_rows(Part.WEIGHTS, ev.CanaryPassed, WeightsKind.HELD, WeightsKind.POISONED),
     # INV-4: untouched gives back what was held before; touched is poison.
     *_rows(Part.WEIGHTS, ev.InstallEnded, WeightsKind.HELD, WeightsKind.UNSET),
     *_rows(Part.WEIGHTS, ev.InstallEnded, WeightsKind.POISONED, WeightsKind.UNSET, WeightsKind.HELD),

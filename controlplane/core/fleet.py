@@ -50,7 +50,7 @@ class FleetCore(Book):
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide. Raises a `Refused` with nothing changed. `now`: monotonic seconds."""
         effects = _HANDLERS[type(event)](self, event, now)
-        if self.units_changed():
+        if effects and self.units_changed():
             effects.append(BroadcastState())
         # INV-9: what is told is read from this state, so all of its records are written first.
         return sorted(effects, key=lambda effect: not isinstance(effect, Save))
@@ -83,6 +83,7 @@ def _tick(book: Book, event: Tick, now: float) -> list[Effect]:
     if book.awaited and now >= book.recovery_ends_at:
         book.awaited.clear()
     effects += fleet_engines.silence_the_stopped(book, now)
+    fleet_leases.presume_devices_free(book, now)
     for update in book.updates.values():
         if not update.phase.final:
             fleet_updates.lose_the_silent(book, update, now)

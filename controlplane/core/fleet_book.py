@@ -74,6 +74,10 @@ class Request:
     answered_at: float
 
 
+Unit = tuple[ModelName, str]
+"""Units of two models may have one name."""
+
+
 @dataclass
 class CarryTries:
     """How bringing an engine up to date went so far."""
@@ -106,10 +110,10 @@ class Book:
         self.carries: dict[EngineId, Carry] = {}
         self.carry_tries: dict[EngineId, CarryTries] = {}
         self.carries_made = 0
-        self.told: dict[str, tuple[WeightVersion, ...]] = {}
-        """By unit: the served set that its members were told."""
+        self.told: dict[Unit, tuple[WeightVersion, ...]] = {}
+        """The served set that a unit's members were told."""
         self._sessions: dict[int, EngineId] = {}
-        self._has_units = False
+        self._units: dict[Unit, dict[EngineId, EngineRecord]] = {}
 
     # ---- identity ----
 
@@ -143,10 +147,24 @@ class Book:
 
     def put(self, record: EngineRecord) -> None:
         """The engine's present life, in its present session."""
+        self._leave_unit(record.place.engine_id)
         self.engines[record.place.engine_id] = record
-        self._has_units = self._has_units or bool(record.place.unit)
+        if record.place.unit:
+            self._units.setdefault(_unit(record), {})[record.place.engine_id] = record
         if record.session is not None:
             self._sessions[record.session] = record.place.engine_id
+
+    def forget(self, engine_id: EngineId) -> None:
+        self._leave_unit(engine_id)
+        del self.engines[engine_id]
+
+    def _leave_unit(self, engine_id: EngineId) -> None:
+        old = self.engines.get(engine_id)
+        if old is not None and old.place.unit:
+            members = self._units[_unit(old)]
+            del members[engine_id]
+            if not members:
+                del self._units[_unit(old)]
 
     def of_session(self, session: int) -> EngineRecord | None:
         record = self.engines.get(self._sessions.get(session, EngineId("")))
@@ -163,9 +181,7 @@ class Book:
 
     def unit(self, record: EngineRecord) -> list[EngineRecord]:
         """The engines that serve together with this one, itself included."""
-        if not record.place.unit:
-            return [record]
-        return [r for r in self.of_model(record.state.model) if r.place.unit == record.place.unit]
+        return list(self._units[_unit(record)].values()) if record.place.unit else [record]
 
     def routable(self, record: EngineRecord) -> bool:
         """INV-10: gate open, session alive, and it holds what the fleet serves; and so does its whole unit."""
@@ -196,18 +212,16 @@ class Book:
 
     def units_changed(self) -> bool:
         """Whether some unit's members must be told another served set than they were."""
-        if not self._has_units:
-            return False
-        told = {r.place.unit: self.served_for(r) for r in self.engines.values() if r.place.unit}
+        told = {unit: self.served_for(next(iter(members.values()))) for unit, members in self._units.items()}
         changed, self.told = told != self.told, told
         return changed
 
     def lent(self, record: EngineRecord) -> bool:
-        """A trainer holds its devices: nobody else wakes, heals or restarts it."""
+        """A trainer holds its devices, or may: nobody else wakes, heals or restarts it."""
         trainer = self.trainers.get(record.state.model)
-        if trainer is None or not trainer.holds_devices:
+        if trainer is None or not (trainer.holds_devices or trainer.devices_unknown):
             return False
-        return any(r.device_uuid in record.place.device_uuids for r in trainer.ranks)
+        return not trainer.ranks or any(r.device_uuid in record.place.device_uuids for r in trainer.ranks)
 
     def date_conditions(self, now: float) -> None:
         """What is true of each engine, for people, with the time since when."""
@@ -259,3 +273,7 @@ class Book:
                 break
             out.append(request_id)
         return out
+
+
+def _unit(record: EngineRecord) -> Unit:
+    return record.state.model, record.place.unit

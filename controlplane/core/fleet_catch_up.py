@@ -21,8 +21,10 @@ from controlplane.core.fleet_events import (
     StartCarry,
     ViewChanged,
 )
-from controlplane.core.fleet_records import CheckpointGone, CheckpointKept, EngineRecord
-from controlplane.core.versions import EngineId, ModelName, UpdateId
+from controlplane.core.fleet_records import CheckpointGone, CheckpointKept, EngineRecord, ModelRecord
+from controlplane.core.fleet_updates import advance
+from controlplane.core.update_transaction import Phase
+from controlplane.core.versions import EngineId, ModelName, UpdateId, WeightVersion
 
 MAX_CHECKPOINTS = 16
 """Of one model, known at once; the oldest that are not served are forgotten first."""
@@ -32,21 +34,33 @@ RETRY_SECONDS = (1.0, 60.0)
 
 def catch_up(book: Book, model: ModelName, now: float, among: Sequence[EngineRecord] | None = None) -> list[Effect]:
     """Start what can be started now. `among`: the engines that changed; None: whoever needs it."""
-    served = [v for v in book.model(model).served if v.number in book.model(model).checkpoints]
-    if not served or book.recovering or book.open_update(model) is not None:
+    sources = _sources(book.model(model))
+    if not sources or book.recovering or book.open_update(model) is not None:
         return []
-    checkpoint = book.model(model).checkpoints[max(served).number]
+    version = max(sources)
     effects: list[Effect] = []
     found = book.of_model(model) if among is None else among
     for record in sorted(found, key=lambda r: r.place.engine_id):
         if len(book.carries) >= book.settings.max_carries:
             break
-        if _needs_it(book, record, checkpoint, now):
-            effects.append(StartCarry(_carry(book, record, checkpoint)))
+        if _needs_it(book, record, version, now):
+            effects.append(StartCarry(_carry(book, record, version, sources[version])))
     return [*effects, ViewChanged()] if effects else []
 
 
-def _needs_it(book: Book, record: EngineRecord, checkpoint: CheckpointKept, now: float) -> bool:
+def _sources(model: ModelRecord) -> dict[WeightVersion, CheckpointKept]:
+    """Where each served version lies: what a rollback brought back lies where it lay before."""
+    found: dict[WeightVersion, CheckpointKept] = {}
+    for version in model.served if model.checkpoints else ():
+        digest = model.digests.get(version)
+        same = (c for c in model.checkpoints.values() if digest and c.content_digest == digest)
+        kept = model.checkpoints.get(version.number) or next(same, None)
+        if kept is not None:
+            found[version] = kept
+    return found
+
+
+def _needs_it(book: Book, record: EngineRecord, version: WeightVersion, now: float) -> bool:
     """It could take updates, holds nothing served, nothing is on its way to it, and INV-5 lets it be given this."""
     engine_id, applied = record.place.engine_id, record.state.applied
     tries = book.carry_tries.get(engine_id)
@@ -54,17 +68,17 @@ def _needs_it(book: Book, record: EngineRecord, checkpoint: CheckpointKept, now:
         record.able
         and not book.lent(record)
         and not book.holds_served(record.state)
-        and (applied is None or applied.number < checkpoint.version.number)
+        and (applied is None or applied.number < version.number)
         and record.state.activity is Activity.IDLE
         and engine_id not in book.carries
         and (tries is None or now >= tries.retry_at)
     )
 
 
-def _carry(book: Book, record: EngineRecord, checkpoint: CheckpointKept) -> Carry:
+def _carry(book: Book, record: EngineRecord, version: WeightVersion, checkpoint: CheckpointKept) -> Carry:
     book.carries_made += 1
     update_id = UpdateId(f"catch-up-{book.term}-{book.carries_made}")
-    carry = Carry(update_id, record.place, checkpoint.version, checkpoint, waits_for_go=False)
+    carry = Carry(update_id, record.place, version, checkpoint, waits_for_go=False)
     book.carries[record.place.engine_id] = carry
     return carry
 
@@ -82,8 +96,14 @@ def ended(book: Book, event: CarryEnded, now: float) -> list[Effect]:
         failures = before.failures + 1 if before is not None else 1
         pause = min(RETRY_SECONDS[0] * 2 ** (failures - 1), RETRY_SECONDS[1])
         book.carry_tries[event.engine_id] = CarryTries(failures, now + pause)
+        update = book.updates.get(event.update_id)
+        if update is not None and update.phase is Phase.PREPARING:  # what it refused it will not report either
+            update.lose(event.engine_id, str(event.error))
     record = book.engines.get(event.engine_id)
-    return [] if record is None else [ViewChanged(), *catch_up(book, record.state.model, now)]
+    if record is None:
+        return []
+    model = record.state.model
+    return [ViewChanged(), *advance(book, model, now), *catch_up(book, model, now)]
 
 
 def forget_carry(book: Book, engine_id: EngineId) -> None:
@@ -105,8 +125,8 @@ def published(book: Book, event: CheckpointPublished, now: float) -> list[Effect
         raise e.VersionConflict(version=str(kept.version), expected=digest.hex(), got=kept.content_digest.hex())
     model.checkpoints[kept.version.number] = kept
     effects: list[Effect] = [Save(kept)]
-    served = {v.number for v in model.served}
-    for number in sorted(model.checkpoints.keys() - served)[: max(len(model.checkpoints) - MAX_CHECKPOINTS, 0)]:
+    needed = {c.version.number for c in _sources(model).values()}
+    for number in sorted(model.checkpoints.keys() - needed)[: max(len(model.checkpoints) - MAX_CHECKPOINTS, 0)]:
         del model.checkpoints[number]
         effects.append(Save(CheckpointGone(kept.model, number)))
     return [*effects, ViewChanged(), *catch_up(book, kept.model, now)]

@@ -132,7 +132,7 @@ def ended(book: Book, record: EngineRecord, now: float, *, goodbye: bool) -> lis
     book.silence(record)
     effects: list[Effect] = [ViewChanged()]
     if goodbye:
-        del book.engines[engine_id]
+        book.forget(engine_id)
         forget_carry(book, engine_id)
         effects.append(Save(EngineForgotten(engine_id)))
         for update in book.updates.values():

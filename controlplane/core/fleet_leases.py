@@ -103,7 +103,15 @@ def reported(book: Book, event: TrainerReported, now: float) -> list[Effect]:
         _renew(book, holder, now)
     before = (holder.step, holder.phase, holder.holds_devices)
     holder.step, holder.phase, holder.holds_devices = event.step, event.phase, event.holds_devices
+    holder.devices_unknown = False
     return [ViewChanged()] if before != (event.step, event.phase, event.holds_devices) else []
+
+
+def presume_devices_free(book: Book, now: float) -> None:
+    """Since a restart it said nothing for the lease's whole time: a checkpoint may heal its engines."""
+    for holder in book.trainers.values():
+        if holder.devices_unknown and now >= holder.expires_at:
+            holder.devices_unknown = False
 
 
 def _renew(book: Book, holder: TrainerRecord, now: float) -> None:

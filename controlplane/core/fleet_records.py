@@ -70,6 +70,8 @@ class TrainerRecord:
     phase: str = ""
     holds_devices: bool = False
     """Engines on its devices are asleep for it: nobody else wakes, heals or restarts them."""
+    devices_unknown: bool = False
+    """A restart knows the lease, but not yet whether it holds devices: it may."""
 
 
 @dataclass

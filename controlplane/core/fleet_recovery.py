@@ -43,6 +43,7 @@ def _resumable(book: Book, lease: TermGiven, now: float) -> TrainerRecord:
         None,
         expires_at=now + book.settings.lease_ttl_seconds,
         progressed_at=now,
+        devices_unknown=True,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
@@ -29,7 +30,7 @@ from controlplane.core.fleet_records import (
     UpdateWentGo,
 )
 from controlplane.core.plan import Plan, checkpoint_plan, make_plan
-from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.update_transaction import Outcome, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
 
 MISSES_BEFORE_AWAITED = 2
@@ -51,7 +52,8 @@ def requested(book: Book, event: UpdateRequested, now: float) -> list[Effect]:
         return [UpdatePlanned(repeated)]
     _check_alone(book, event.model)
     trainer = book.trainers[event.model]
-    live, required = _taking_part(book, event.model)
+    policy = _policy_of(book, event.model)
+    live, required = _taking_part(book, event.model, policy)
     if not trainer.ranks:  # a restart knows the lease, but not yet whose devices are whose
         raise e.CoordinatorRecovering(term=book.term, engines=[f"trainer {trainer.trainer_id}"])
     plan = make_plan(book.plan_revision, [r.place for r in live], required, trainer.ranks, book.settings.transport)
@@ -66,7 +68,7 @@ def requested(book: Book, event: UpdateRequested, now: float) -> list[Effect]:
         plan=plan,
         deadline=now + min(limit, book.settings.ready_limit_seconds),
         awaits_until=now + book.settings.await_limit_seconds,
-        policy=book.settings.policy,
+        policy=policy,
         layout_digest=event.layout_digest,
         byte_count=event.byte_count,
         outcomes=_outcomes(book, plan),
@@ -86,7 +88,8 @@ def rollback(book: Book, event: RollbackRequested, now: float) -> list[Effect]:
     if repeated is not None:
         return [UpdatePlanned(repeated)]
     _check_alone(book, event.model)
-    live, required = _taking_part(book, event.model)
+    policy = _policy_of(book, event.model)
+    live, required = _taking_part(book, event.model, policy, spare_lent=True)
     plan = checkpoint_plan(book.plan_revision, [r.place for r in live], required)
     update = UpdateTransaction(
         update_id=event.update_id,
@@ -97,7 +100,7 @@ def rollback(book: Book, event: RollbackRequested, now: float) -> list[Effect]:
         step=None,
         plan=plan,
         deadline=now + book.settings.ready_limit_seconds,
-        policy=book.settings.policy,
+        policy=policy,
         layout_digest=checkpoint.layout_digest,
         byte_count=checkpoint.byte_count,
         restores=checkpoint.version,
@@ -135,14 +138,31 @@ def _check_alone(book: Book, model: ModelName) -> None:
         raise e.UpdateInProgress(update_id=current.update_id, version=str(current.version))
 
 
-def _taking_part(book: Book, model: ModelName) -> tuple[list[EngineRecord], frozenset[EngineId]]:
+def _policy_of(book: Book, model: ModelName) -> UpdatePolicy:
+    """The fleet's. A group is asked of the models whose engines are in it; of every model while nobody is in it."""
+    policy, groups = book.settings.policy, _groups(book)
+    asked = {g: n for g, n in policy.min_engines.items() if model in groups.get(g, {model})}
+    return replace(policy, min_engines=asked)
+
+
+def _groups(book: Book) -> dict[str, set[ModelName]]:
+    found: dict[str, set[ModelName]] = {}
+    for record in book.engines.values():
+        found.setdefault(record.place.group, set()).add(record.state.model)
+    return found
+
+
+def _taking_part(
+    book: Book, model: ModelName, policy: UpdatePolicy, *, spare_lent: bool = False
+) -> tuple[list[EngineRecord], frozenset[EngineId]]:
     """The engines of an update, and who of them is required: the routable; if none is, every able engine. The other
-    able ones are optional. A unit takes part as a whole."""
-    able = [r for r in book.of_model(model) if r.able]
+    able ones are optional. A unit takes part as a whole. `spare_lent`: the writer is not the trainer that may hold
+    their devices."""
+    able = [r for r in book.of_model(model) if r.able and not (spare_lent and book.lent(r))]
     if not able:
         raise e.NoEngines(model=model, known=len(book.of_model(model)))
     groups = Counter(r.place.group for r in able)
-    for group, needed in book.settings.policy.min_engines.items():
+    for group, needed in policy.min_engines.items():
         if groups[group] < needed:
             raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
     required = [r for r in able if book.routable(r)] or able
@@ -303,6 +323,7 @@ def _count_the_late(book: Book, update: UpdateTransaction) -> None:
 
 def restored(book: Book, began: UpdateBegan, now: float, *, went_go: bool, rolled: bool) -> UpdateTransaction:
     """After a restart. Without go in the ledger it is aborted at the first tick; with go it is decided from reports."""
+    policy, groups = book.settings.policy, {a.group for a in began.engines}
     return UpdateTransaction(
         update_id=began.update_id,
         request_id=began.request_id,
@@ -312,7 +333,7 @@ def restored(book: Book, began: UpdateBegan, now: float, *, went_go: bool, rolle
         step=began.step,
         plan=Plan(0, ()),
         deadline=now + book.settings.go_limit_seconds if went_go else now,
-        policy=book.settings.policy,
+        policy=replace(policy, min_engines={g: n for g, n in policy.min_engines.items() if g in groups}),
         phase=Phase.GO if went_go else Phase.PREPARING,
         doomed=not went_go,
         rolled=rolled,

@@ -182,8 +182,8 @@ class UpdateTransaction:
         if state.incarnation != old.incarnation:  # L2: another life's word; the one that was asked is gone
             return self._put(_lost(old, "a new incarnation took its place"))
         progress = state.progress
-        if progress is None or progress.update_id != self.update_id:
-            return False
+        if progress is None or progress.update_id != self.update_id:  # another update came to it meanwhile
+            return old.applied and self._put(self._applied(old, state))
         outcome = replace(
             old,
             stage=progress.stage,

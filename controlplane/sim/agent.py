@@ -1,40 +1,63 @@
-"""An engine agent's process: one `EngineCore` after the other, its session, its update streams, installs and gate.
+"""An engine agent's process: one `EngineCore` after the other, with what carries its events in and its effects out.
 
-Carries events in and effects out as `engine_agent` does: `Remember` is synced before anything after it, a stream that
-ended in any way is one `StreamEnded`, an install goes on without its stream, the gate follows the state and never
-moves during an install.
+As `engine_agent` does: `Remember` is synced before anything after it, a stream that ended in any way is one
+`StreamEnded`, an install goes on without its stream. The session is `link`'s, the engine itself `work`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
-from controlplane.core import fleet_events as fe
-from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Timings, Unset, Weights
+from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Unset, Weights
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.core.plan import EnginePlace
-from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, UpdateId
-from controlplane.sim.coordinator import FleetNews, Session
+from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, UpdateId, WeightVersion
 from controlplane.sim.disks import AgentDisk, Remembered
-from controlplane.sim.engine import InstallEnding, ModelEngine, Staged
-from controlplane.sim.kernel import Action, Crashed, Process, Stream, connect
+from controlplane.sim.engine import INITIAL, ModelEngine, Staged
+from controlplane.sim.kernel import Action, Process, Stream
+from controlplane.sim.link import Link
 from controlplane.sim.requests import Requests
-from controlplane.sim.settings import EXPECTED, POLICY
+from controlplane.sim.settings import ModelSpec, digest_of
 from controlplane.sim.update_stream import UpdateStream
+from controlplane.sim.work import EngineWork
 
 if TYPE_CHECKING:
     from controlplane.sim.world import World
 
 START_SECONDS = (0.1, 1.5)
-RECONNECT_SECONDS = (0.1, 0.6)
-WELCOME_SECONDS = 3.0
-INSTALL_SECONDS = (0.02, 0.4)
-FATAL = (e.WrongRun, e.IncompatibleNode, e.WrongIncarnation)
-"""Refusals of a session that end the agent's process; its launcher starts it again."""
+CAPABILITIES = frozenset({"staged", "sleep"})
+Command = Callable[["Life", Action], None]
+"""Of a caller of Lifecycle: what to do with the life that it means, and what to do when that is done."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where an engine is, in each of its lives."""
+
+    name: str
+    devices: tuple[str, ...]
+    group: str = ""
+    unit: str = ""
+    unit_size: int = 0
+
+    def place(self, incarnation: Incarnation, life: int) -> EnginePlace:
+        devices = tuple(DeviceUuid(d) for d in self.devices)
+        return EnginePlace(
+            EngineId(self.name),
+            incarnation,
+            self.name,
+            f"host-{self.name}",
+            devices,
+            self.group,
+            self.unit,
+            self.unit_size,
+            life,
+        )
 
 
 class Agent(Process):
@@ -42,12 +65,16 @@ class Agent(Process):
 
     present: Life
 
-    def __init__(self, world: World, name: str, devices: tuple[str, ...] = ()) -> None:
-        super().__init__(world.kernel, name)
+    def __init__(self, world: World, spec: ModelSpec, seat: Seat, content: int | None = None) -> None:
+        """`content`: of a frozen model, the weights that it loads."""
+        super().__init__(world.kernel, seat.name)
         self.world = world
-        self.devices = devices or (f"gpu-{name}",)
+        self.spec = spec
+        self.seat = seat
+        self.content = content
         self.disk = AgentDisk(between=lambda: world.faults.point(self, "engine.before_sync"))
         self.lives = 0
+        """On its disk too: lives have an order."""
         self.seen_term = Term(0)
         """Highest terms that this agent ever acted on; kept by the witness, over crashes."""
         self.seen_coordinator_term = Term(0)
@@ -69,6 +96,33 @@ class Agent(Process):
         self.present.over = True
         super().crash()
 
+    def command(self, stream: Stream, incarnation: Incarnation, act: Command, answer: Action) -> None:
+        """A Lifecycle call, meant for one incarnation."""
+        try:
+            self.present.check_meant(incarnation)
+            act(self.present, lambda: stream.to_client(answer))
+        except e.WeightplaneError as error:
+            stream.refuse(error)
+
+
+@dataclass
+class Notes:
+    """What the witness keeps of one incarnation."""
+
+    welcomed: bool = False
+    told: frozenset[WeightVersion] = frozenset()
+    """The served set that it was told last."""
+    highest: int = -1
+    distrusted: bool = False
+    """Its spans disagreed, and no full update came since."""
+    held_before_install: Weights = field(default_factory=Unset)
+    excused: WeightVersion | None = None
+    """A lower version than its highest that it may be given: it was unset, and the fleet serves it."""
+    sleepers: set[str] = field(default_factory=set)
+    """Who put it to sleep, and did not wake it."""
+    unheard: set[str] = field(default_factory=set)
+    """Those of them since the last wake was asked for."""
+
 
 class Life:
     """One incarnation."""
@@ -77,39 +131,40 @@ class Life:
         self.agent = agent
         self.world = agent.world
         seen = agent.disk.synced
-        state = EngineState(self.world.settings.run_id, POLICY, EngineId(agent.name), incarnation)
+        state = EngineState(self.world.settings.run_id, agent.spec.name, EngineId(agent.name), incarnation)
         self.core = self.world.settings.engine_core(
             state, term=seen.term, coordinator_term=seen.coordinator_term, number=seen.number
         )
-        self.engine = ModelEngine()
+        self.engine = ModelEngine(INITIAL if agent.content is None else digest_of(agent.content))
         self.requests = Requests(self)
+        self.link = Link(self)
+        self.work = EngineWork(self)
         self.over = False
+        self.waits = False
+        """It died asleep: its devices are somebody else's, and nobody starts an engine on them."""
         self.staged: dict[int, Staged] = {}
         self.streams: dict[int, UpdateStream] = {}
-        self.scheduler_runs = True
-        self._next_stream = 0
-        self._installing = False
+        self.notes = Notes()
+        self.streams_made = 0
         self._outcomes: dict[UpdateId, list[Callable[[e.WeightplaneError | None], None]]] = {}
-        self._session: Session | None = None
-        self._sends = False
-        # the witness's notes
-        self.word = state.life.value
-        self.welcomed = False
-        self.highest = -1
-        self.distrusted = False
-        """Its spans disagreed, and no full update came since."""
-        self.held_before_install: Weights = Unset()
 
     def __str__(self) -> str:
         return self.core.state.incarnation
 
     def describe(self) -> str:
-        return f"{self.core.state.word(self.core.served)} {self.core.state.applied or ''}".strip()
+        state = self.core.state
+        holds = ", ".join(sorted(map(str, state.holds)))
+        return f"{state.word(self.core.served)} {state.applied or ''} {holds}".strip()
 
     @property
     def running(self) -> bool:
         """The engine started and is not gone."""
         return not self.over and self.core.state.life is LifeWord.RUNNING
+
+    @property
+    def open(self) -> bool:
+        """Requests may enter."""
+        return self.core.gate_open and self.work.scheduler_runs
 
     def after(self, delay: float, action: Action) -> None:
         """Do it later, if this incarnation still lives then."""
@@ -119,8 +174,13 @@ class Life:
         self.after(self.world.kernel.rng.uniform(*START_SECONDS), self._started)
 
     def _started(self) -> None:
-        self.apply(ee.Started(EXPECTED))
-        self._connect()
+        if self.world.faults.engine_fails():
+            self.die("it did not start")
+            return
+        content = self.agent.content
+        initial = None if content is None else digest_of(content)
+        self.apply(ee.Started(self.agent.spec.expected, CAPABILITIES, initial))
+        self.link.connect()
 
     def die(self, cause: str) -> None:
         """The engine's processes are gone: nothing of this incarnation is left, and another follows."""
@@ -128,12 +188,23 @@ class Life:
             return
         self.apply(ee.Died(cause))
         self.requests.end_all()
+        self.link.end()
         self.over = True
-        if self._session is not None:
-            self._session.stream.cancel()
         for update_stream in list(self.streams.values()):
             update_stream.stream.refuse(e.EngineDied(engine_id=self.agent.name, cause=cause))
+        state = self.core.state
+        self.waits = state.residency is not Residency.AWAKE and state.held_by(HoldKind.ASLEEP) is not None
+        if not self.waits:
+            self._replaced()
+
+    def _replaced(self) -> None:
         self.agent.after(self.world.kernel.rng.uniform(0.1, 1.0), self.agent.new_life)
+
+    def devices_given(self, owner: str) -> None:
+        """The owner of a sleep wakes an engine that died in it: a fresh one may take the devices."""
+        if self.waits and owner == self.core.state.held_by(HoldKind.ASLEEP):
+            self.waits = False
+            self._replaced()
 
     # ---- events ----
 
@@ -169,7 +240,7 @@ class Life:
             case ee.Report():
                 self._changed()
             case _:
-                pass  # the stream that caused it answers
+                pass  # the stream or call that caused it answers
 
     def _end_stream(self, stream: int, error: e.WeightplaneError) -> None:
         if stream in self.streams:
@@ -181,100 +252,12 @@ class Life:
             staged.closed = True
 
     def _changed(self) -> None:
-        if isinstance(self.core.state.weights, Poisoned) and not self._installing:
-            self.requests.abort_all()
-        self.after(0.0, self._follow_gate)
+        self.work.look_at_gate()
         self.requests.look_again()
-        if not self._sends:
-            self._sends = True
-            self.after(self.world.kernel.rng.uniform(0.0, 0.02), self._send_status)
-
-    # ---- the session ----
-
-    def _connect(self) -> None:
-        stream = connect(self.agent, self.world.coordinator)
-        if stream is None:
-            self.after(self.world.kernel.rng.uniform(*RECONNECT_SECONDS), self._connect)
-            return
-        session = self._session = Session(stream, self._welcome, self._follow)
-        stream.on_client_end = lambda error: self._lost(session, error)
-        hello, coordinator = self._hello(), self.world.coordinator
-        stream.to_server(lambda: coordinator.hello(session, hello))
-        self.after(WELCOME_SECONDS, lambda: self._give_up(session))
-
-    def _hello(self) -> Callable[[int], fe.Event]:
-        core, gate = self.core, self.core.gate_open
-        state, term, coordinator_term, number = core.state, core.term, core.coordinator_term, core.number
-        devices = tuple(DeviceUuid(d) for d in self.agent.devices)
-        place = EnginePlace(state.engine_id, state.incarnation, self.agent.name, f"host-{self.agent.name}", devices)
-        return lambda session: fe.EngineConnected(
-            session, place, state, gate, ("staged",), term, coordinator_term, number
-        )
-
-    def _give_up(self, session: Session) -> None:
-        """No welcome came in time."""
-        if self._session is session and not session.greeted:
-            session.stream.cancel()
-            self._again()
-
-    def _lost(self, session: Session, error: e.WeightplaneError) -> None:
-        if self.over or self._session is not session:
-            return
-        if isinstance(error, FATAL):
-            self.agent.crash()
-            raise Crashed
-        self._again()
-
-    def _again(self) -> None:
-        self._session = None
-        self.after(self.world.kernel.rng.uniform(*RECONNECT_SECONDS), self._connect)
-
-    def _welcome(self, news: FleetNews, term: Term) -> None:
-        session = self._session
-        if self.over or session is None:
-            return
-        session.greeted = True
-        self._follow(news)
-        self._beat(session)
-
-    def _follow(self, news: FleetNews) -> None:
-        """INV-7: terms come before any update. An old coordinator's words end its session."""
-        model = news.model(POLICY)
-        session = self._session
-        if self.over or session is None or model is None:
-            return
-        try:
-            self.apply(ee.FleetChanged(news.coordinator_term, model.term, frozenset(model.served)))
-        except e.StaleTerm:
-            session.stream.cancel()
-            self._again()
-
-    def _beat(self, session: Session) -> None:
-        if self._session is session:
-            self._send_status()
-            self.after(self.world.settings.heartbeat, lambda: self._beat(session))
-
-    def _send_status(self) -> None:
-        """The newest state only; those between were nobody's business."""
-        self._sends = False
-        session = self._session
-        if session is None or not session.greeted:
-            return
-        state, gate, coordinator = self.core.state, self.core.gate_open, self.world.coordinator
-        session.stream.to_server(lambda: coordinator.report(session, state, gate))
-        self.world.faults.point(self.agent, "engine.after_report")
-
-    def leave(self) -> None:
-        """The agent ends on purpose."""
-        self.apply(ee.Stopping())
-        session, coordinator = self._session, self.world.coordinator
-        if session is not None:
-            session.stream.to_server(lambda: coordinator.goodbye(session))
-        self.after(0.3, self._left)
-
-    def _left(self) -> None:
-        self.agent.crash()
-        raise Crashed
+        self.link.send_soon()
+        state = self.core.state
+        if state.frozen and isinstance(state.weights, Poisoned):  # no update will ever heal it
+            self.after(0.1, lambda: self.die("poisoned, and it takes no update"))
 
     # ---- calls ----
 
@@ -285,8 +268,8 @@ class Life:
 
     def accept(self, stream: Stream) -> UpdateStream:
         """A writer connected."""
-        self._next_stream += 1
-        update_stream = self.streams[self._next_stream] = UpdateStream(self, stream, self._next_stream)
+        self.streams_made += 1
+        update_stream = self.streams[self.streams_made] = UpdateStream(self, stream, self.streams_made)
         return update_stream
 
     def wait_for(self, update_id: UpdateId, told: Callable[[e.WeightplaneError | None], None]) -> None:
@@ -297,104 +280,28 @@ class Life:
         else:
             told(None if isinstance(state.weights, Held) else e.EngineDied(engine_id=self.agent.name, cause="over"))
 
-    # ---- installs ----
-
-    def start_install(self, effect: ee.StartInstall) -> None:
-        """From here on the agent owns the update."""
-        self._installing = True
-        ending = self.world.faults.install_ending(self.agent.name)
-        self.after(self._some(0.1), lambda: self._quiesce(effect.stream, effect.update, ending))
-
-    def _some(self, part: float) -> float:
-        return part * self.world.kernel.rng.uniform(*INSTALL_SECONDS)
-
-    def _quiesce(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
-        self.world.faults.point(self.agent, "engine.before_install")
-        self._stop_scheduler()
-        self.after(self._some(0.5), lambda: self._install(stream, update, ending))
-
-    def _install(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
-        name, version = self.agent.name, str(update.version)
-        if ending is InstallEnding.NOT_QUIET:
-            touched = self.core.state.weights != update.held_before
-            self._failed(stream, e.DeadlineExceeded("quiesce", "the last tokens", 1.0), touched=touched)
-            return
-        self.apply(ee.Quiesced())
-        if ending is InstallEnding.UNTOUCHED:
-            self._failed(stream, e.InstallFailed(name, version, False, "no byte could be read"), touched=False)
-            return
-        self.world.faults.point(self.agent, "engine.mid_install")
-        self.engine.install_begins()
-        self.after(self._some(1.0), lambda: self._loaded(stream, update, ending))
-
-    def _loaded(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
-        name, version = self.agent.name, str(update.version)
-        if ending is InstallEnding.TOUCHED:
-            self._failed(stream, e.InstallFailed(name, version, True, "a worker failed"), touched=True)
-        elif ending in (InstallEnding.TIMED_OUT, InstallEnding.DIED):
-            lost: e.WeightplaneError = e.InstallTimedOut(name, version, 1.0)
-            if ending is InstallEnding.DIED:
-                lost = e.EngineDied(engine_id=name, cause="killed in mid-install")
-            self._failed(stream, lost, touched=True)
-            self.die(str(lost))
-        else:
-            staged = self.staged[stream]
-            self.world.witness.check(not staged.closed, "INV-12", f"{self} reads what was dropped")
-            self.engine.install_worked(staged.digest())
-            self.after(self._some(0.3), lambda: self._spoke(stream, update, ending))
-
-    def _spoke(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
-        self.world.faults.point(self.agent, "engine.after_install")
-        if ending is InstallEnding.CANARY:
-            error = e.CanaryFailed(self.agent.name, str(update.version), "a logprob is not finite")
-            self._failed(stream, error, touched=True)
-            return
-        self.apply(ee.CanaryPassed(Timings()))
-        self._install_over(stream)
-
-    def _failed(self, stream: int, error: e.WeightplaneError, *, touched: bool) -> None:
-        self.world.witness.refused(error)
-        self.apply(ee.InstallEnded(error, touched))
-        if touched:
-            self.requests.abort_all()
-        self._install_over(stream)
-
-    def _install_over(self, stream: int) -> None:
-        self._installing = False
-        self.drop(stream)
-        self.after(0.0, self._follow_gate)
-
-    # ---- the gate ----
-
-    @property
-    def open(self) -> bool:
-        """Requests may enter."""
-        return self.core.gate_open and self.scheduler_runs
-
-    def _follow_gate(self) -> None:
-        """Level-triggered: the scheduler runs exactly while the gate is open."""
-        if self._installing:
-            return
-        applied = self.core.state.applied
-        if self.core.gate_open and not self.scheduler_runs and applied is not None:
-            self.requests.release(applied)
-            self.engine.running = self.scheduler_runs = True
-            self.requests.look_again()
-        elif not self.core.gate_open and self.scheduler_runs and self.core.state.life is LifeWord.RUNNING:
-            self._stop_scheduler()
-
-    def _stop_scheduler(self) -> None:
-        if self.scheduler_runs:
-            self.engine.running = self.scheduler_runs = False
-            self.requests.draw_border()
-            if self.world.faults.spans_disagree():
-                self.apply(ee.SpansDisagreed("our account of a request is not the engine's"))
-
-    def hold(self, owner: str, incarnation: Incarnation, *, present: bool) -> None:
-        """An operator's pause or resume, meant for one incarnation."""
+    def check_meant(self, incarnation: Incarnation) -> None:
+        """Raises WrongIncarnation: a call for another life; PeerLost: there is none now."""
         state = self.core.state
-        if incarnation != state.incarnation:
+        error: e.WeightplaneError | None = None
+        if self.over and not self.waits:
+            error = e.PeerLost(peer=state.engine_id, cause="its engine is between two lives")
+        elif incarnation != state.incarnation:
             error = e.WrongIncarnation(engine_id=state.engine_id, expected=state.incarnation, got=incarnation)
+        if error is not None:
             self.world.witness.refused(error)
-            return
-        self.apply(ee.HoldChanged(Hold(HoldKind.OPERATOR, owner), present))
+            raise error
+
+    def hold(self, kind: HoldKind, owner: str, *, present: bool) -> None:
+        """PauseGeneration, Drain, or the end of one of them."""
+        self.apply(ee.HoldChanged(Hold(kind, owner), present))
+
+    def leave(self) -> None:
+        """The agent ends on purpose."""
+        self.apply(ee.Stopping())
+        self.link.goodbye()
+        self.after(0.3, self._left)
+
+    def _left(self) -> None:
+        self.apply(ee.Died("the agent ended"))
+        self.agent.crash()

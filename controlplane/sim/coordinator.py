@@ -17,9 +17,9 @@ from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.plan import Plan
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, ModelName, Term, UpdateId, WeightVersion
+from controlplane.sim.carrier import Carrier
 from controlplane.sim.disks import LedgerDisk
-from controlplane.sim.kernel import Process, Stream
-from controlplane.sim.settings import POLICY
+from controlplane.sim.kernel import Crashed, Process, Stream
 
 if TYPE_CHECKING:
     from controlplane.sim.world import World
@@ -34,7 +34,7 @@ class ModelNews:
 
 @dataclass(frozen=True, slots=True)
 class FleetNews:
-    """What sessions are told."""
+    """What a session is told."""
 
     coordinator_term: Term
     models: tuple[ModelNews, ...]
@@ -84,7 +84,8 @@ class Coordinator(Process):
     def __init__(self, world: World) -> None:
         super().__init__(world.kernel, "coordinator")
         self.world = world
-        self.ledger = LedgerDisk(between=lambda: world.faults.point(self, "coordinator.before_sync"))
+        self.ledger = LedgerDisk(lambda: world.faults.writing(self), lambda: world.kernel.now)
+        self.carrier = Carrier(self)
         self.sessions: dict[int, Session] = {}
         self._watches: dict[UpdateId, list[Watch]] = {}
         self._next_session = 0
@@ -95,16 +96,18 @@ class Coordinator(Process):
         s = self.world.settings
         self.sessions.clear()
         self._watches.clear()
+        self.carrier.forget()
         fleet = FleetSettings(
             s.run_id,
             lease_ttl_seconds=s.lease_ttl,
             step_limit_seconds=s.step_limit,
             ready_limit_seconds=s.ready_limit,
             go_limit_seconds=s.go_limit,
+            await_limit_seconds=s.await_limit,
             policy=self.world.policy,
         )
         recovered = self.ledger.open(s.run_id)
-        self.world.witness.coordinator_began(recovered.coordinator_term)
+        self.world.witness.coordinator_began(self, recovered.coordinator_term)
         self.core = s.fleet_core(fleet, recovered, self.kernel.now)
         self._handled_at = self.kernel.now
         self.after(s.tick, self._tick)
@@ -129,10 +132,19 @@ class Coordinator(Process):
             self.world.witness.refused(error)
             self.world.coverage.fleet_events[type(event).__name__] += 1
             raise
-        self.world.witness.fleet(self, event, effects)
-        for effect in effects:
-            self._carry_out(effect)
+        self._all_carried_out(event, effects)
         return effects
+
+    def _all_carried_out(self, event: fe.Event, effects: list[fe.Effect]) -> None:
+        """A ledger that cannot write ends the coordinator: it never tells of what is not written."""
+        self.world.witness.fleet(self, event, effects)
+        try:
+            for effect in effects:
+                self._carry_out(effect)
+        except e.LedgerError as error:
+            self.world.witness.refused(error)
+            self.crash()
+            raise Crashed from error
 
     def _notice_own_pause(self) -> None:
         """As the daemon's hub does: ticks come often, so a long gap is a pause of this process."""
@@ -156,6 +168,10 @@ class Coordinator(Process):
                 self._broadcast()
             case fe.UpdateChanged(update_id):
                 self._tell_watches(update_id)
+                self.carrier.update_changed(update_id)
+            case fe.StartCarry(carry):
+                self.world.witness.carries(self, carry)
+                self.carrier.start(carry)
             case _:
                 pass  # UpdatePlanned answers its caller; views are read when somebody asks
 
@@ -181,10 +197,10 @@ class Coordinator(Process):
         if number is not None:
             self.said(session, lambda: fe.EngineReported(number, state, gate_open))
 
-    def progress(self, session: Session, term: Term, step: int, phase: str, progress: int) -> None:
+    def progress(self, session: Session, event: Callable[[int], fe.TrainerReported]) -> None:
         number = self._number(session)
         if number is not None:
-            self.said(session, lambda: fe.TrainerReported(number, term, step, phase, progress))
+            self.said(session, lambda: event(number))
 
     def goodbye(self, session: Session) -> None:
         number = self._number(session)
@@ -214,23 +230,27 @@ class Coordinator(Process):
 
     # ---- telling ----
 
-    def news(self) -> FleetNews:
-        models = tuple(ModelNews(n, m.term, m.served) for n, m in sorted(self.core.models.items()))
+    def news(self, session: int) -> FleetNews:
+        models = tuple(
+            ModelNews(n, m.term, self.core.served_to(session, n)) for n, m in sorted(self.core.models.items())
+        )
         return FleetNews(self.core.term, models)
 
     def _welcome(self, number: int, term: Term) -> None:
-        session, news = self.sessions.get(number), self.news()
-        self.world.witness.told_state(self, news)
+        session, news = self.sessions.get(number), self.news(number)
+        self.world.witness.told_state(self, number, news)
         if term:
-            self.world.witness.told_term(self, POLICY, term)
+            self.world.witness.told_term(self, number, term)
         if session is not None:
             session.stream.to_client(lambda: session.welcomed(news, term))
 
     def _broadcast(self) -> None:
-        news = self.news()
-        self.world.witness.told_state(self, news)
-        for session in self.sessions.values():
-            session.stream.to_client(lambda told=session.told: told(news))  # type: ignore[misc]
+        for number, session in self.sessions.items():
+            if session.stream.broken:  # its end is being told
+                continue
+            news = self.news(number)
+            self.world.witness.told_state(self, number, news)
+            session.stream.to_client(lambda told=session.told, news=news: told(news))  # type: ignore[misc]
 
     def _tell_watches(self, update_id: UpdateId) -> None:
         for watch in self._watches.get(update_id, ()):
@@ -248,22 +268,32 @@ class Coordinator(Process):
 
     # ---- calls ----
 
-    def begin(self, stream: Stream, request: fe.UpdateRequested, answer: Callable[[Begun], None]) -> None:
-        try:
-            effects = self.handle(request)
-        except e.WeightplaneError as error:
-            stream.refuse(error)
+    def begin(
+        self, stream: Stream, request: fe.UpdateRequested | fe.RollbackRequested, answer: Callable[[Begun], None]
+    ) -> None:
+        effects = self.call(stream, request)
+        if effects is None:
             return
         update = next(x.update for x in effects if isinstance(x, fe.UpdatePlanned))
-        self.world.witness.told_plan(self, update.update_id)
+        self.world.witness.told_plan(self, request.request_id, update)
         begun = Begun(update.update_id, update.version, update.plan)
         stream.to_client(lambda: answer(begun))
 
-    def abort(self, stream: Stream, request: fe.AbortRequested, answer: Callable[[Phase], None]) -> None:
+    def call(self, stream: Stream, event: fe.Event) -> list[fe.Effect] | None:
+        """Decide a caller's event. None: it was refused, and the caller hears why."""
         try:
-            self.handle(request)
+            return self.handle(event)
         except e.WeightplaneError as error:
             stream.refuse(error)
+            return None
+
+    def said_once(self, stream: Stream, event: fe.Event, answer: Callable[[], None]) -> None:
+        """A call without contents in its answer."""
+        if self.call(stream, event) is not None:
+            stream.to_client(answer)
+
+    def abort(self, stream: Stream, request: fe.AbortRequested, answer: Callable[[Phase], None]) -> None:
+        if self.call(stream, request) is None:
             return
         phase = self.core.updates[request.update_id].phase
         stream.to_client(lambda: answer(phase))
@@ -287,5 +317,5 @@ class Coordinator(Process):
         """Everything routable now."""
         found = [i for i, r in sorted(self.core.engines.items()) if self.core.routable(r)]
         for engine_id in found:
-            self.world.witness.check_route(self, engine_id)
+            self.world.witness.gives_route(self, engine_id)
         stream.to_client(lambda: answer(found))

@@ -7,10 +7,15 @@ what INV-9 is measured with.
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from controlplane.core.fleet_records import (
+    CheckpointGone,
+    CheckpointKept,
+    FloorRaised,
+    FrozenServed,
     Record,
     Recovered,
     TermGiven,
@@ -19,7 +24,7 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.versions import NO_TERM, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import FROZEN, NO_TERM, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.ledger import MemoryLedger
 
 
@@ -29,10 +34,13 @@ class Kept:
 
     terms: dict[ModelName, Term] = field(default_factory=dict)
     began: dict[UpdateId, WeightVersion] = field(default_factory=dict)
+    requests: Counter[str] = field(default_factory=Counter)
+    """How many updates were given for each request id."""
     went_go: set[UpdateId] = field(default_factory=set)
     rolled: set[UpdateId] = field(default_factory=set)
     decided: dict[UpdateId, UpdateDecided] = field(default_factory=dict)
     served: dict[ModelName, tuple[WeightVersion, ...]] = field(default_factory=dict)
+    checkpoints: dict[tuple[ModelName, int], CheckpointKept] = field(default_factory=dict)
 
     def note(self, record: Record) -> None:
         match record:
@@ -40,6 +48,7 @@ class Kept:
                 self.terms[record.model] = record.term
             case UpdateBegan():
                 self.began[record.update_id] = record.version
+                self.requests[record.request_id] += 1
             case UpdateWentGo():
                 self.went_go.add(record.update_id)
             case UpdateDecided():
@@ -48,6 +57,14 @@ class Kept:
             case UpdateRolled():
                 self.rolled.add(record.update_id)
                 self.served[record.model] = record.served
+            case FrozenServed():
+                self.served[record.model] = (FROZEN,)
+            case CheckpointKept():
+                self.checkpoints[(record.model, record.version.number)] = record
+            case CheckpointGone():
+                self.checkpoints.pop((record.model, record.number), None)
+            case FloorRaised():
+                self.terms.update(dict(record.terms))
             case _:
                 pass
 

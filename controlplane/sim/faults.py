@@ -5,38 +5,49 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
 from controlplane.core.engine_state import Held
 from controlplane.sim.engine import InstallEnding
 from controlplane.sim.kernel import Crashed, Process
+from controlplane.sim.shelf import Written
 
 if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent
+    from controlplane.sim.agent import Agent, Life
     from controlplane.sim.world import World
 
 POINTS = (
     "coordinator.before_sync",
     "coordinator.after_save",
+    "coordinator.before_carry",
+    "coordinator.before_carry_commit",
     "engine.before_sync",
     "engine.after_open",
     "engine.between_chunks",
+    "engine.mid_read",
     "engine.before_install",
     "engine.mid_install",
     "engine.after_install",
+    "engine.mid_sleep",
+    "engine.mid_wake",
     "engine.after_report",
     "trainer.after_begin",
     "trainer.before_open",
     "trainer.between_chunks",
     "trainer.before_commit",
     "trainer.after_commit",
+    "trainer.before_sleep",
+    "trainer.before_wake",
+    "trainer.before_publish",
 )
 """Where a process may die or stop."""
 
 TROUBLED = tuple(ending for ending in InstallEnding if ending is not InstallEnding.WORKS)
 PAUSE_SECONDS = (0.2, 6.0)
 PARTITION_SECONDS = (0.5, 5.0)
-HOLD_SECONDS = (0.2, 3.0)
 MAX_TRAINERS = 3
+"""Of one model, at once."""
+WRONG_CONTENT = 998
+"""What lies in a checkpoint that somebody wrote over."""
 
 
 class Faults:
@@ -48,6 +59,9 @@ class Faults:
         self._rng = world.kernel.rng
         self._armed: dict[tuple[str, str], str] = {}
         self._endings: dict[str, deque[InstallEnding]] = {}
+        self._slow_checks: dict[str, float] = {}
+        self._slow_installs: dict[str, float] = {}
+        self._ledger_fails = False
 
     # ---- as a scenario says ----
 
@@ -58,7 +72,22 @@ class Faults:
     def next_installs(self, engine: str, *endings: InstallEnding) -> None:
         self._endings.setdefault(engine, deque()).extend(endings)
 
+    def slow_checks(self, engine: str, seconds: float) -> None:
+        """Each check of a chunk takes so much longer on that engine, until 0 is said."""
+        self._slow_checks[engine] = seconds
+
+    def slow_installs(self, engine: str, seconds: float) -> None:
+        """Each install takes so much longer on that engine, until 0 is said."""
+        self._slow_installs[engine] = seconds
+
     # ---- where processes ask ----
+
+    def writing(self, coordinator: Process) -> None:
+        """A record is written, and not yet synced."""
+        self.point(coordinator, "coordinator.before_sync")
+        if self._ledger_fails:
+            self._ledger_fails = False
+            raise e.LedgerError(path="the disk", cause="no space is left")
 
     def point(self, process: Process, name: str) -> None:
         """A named point is passed. Raises Crashed if the process dies there."""
@@ -85,6 +114,16 @@ class Faults:
             return self._rng.choice(TROUBLED)
         return InstallEnding.WORKS
 
+    def slow_check(self, life: Life) -> float:
+        return self._slow_checks.get(life.agent.name, 0.0)
+
+    def slow_install(self, life: Life) -> float:
+        return self._slow_installs.get(life.agent.name, 0.0)
+
+    def engine_fails(self) -> bool:
+        """Whether an engine neither starts, sleeps nor wakes, as it was asked to."""
+        return self.on and self._rng.random() < self.world.settings.sleep_trouble
+
     def spans_disagree(self) -> bool:
         """Whether a border shows that tokens were counted wrongly."""
         return self.on and self._rng.random() < self.world.settings.spans_trouble
@@ -93,11 +132,16 @@ class Faults:
 
     def start(self) -> None:
         self.on = True
+        for team in self.world.teams.values():
+            team.borrows = True
         self._next_trouble()
 
     def stop(self) -> None:
-        """No new trouble; what is stopped goes on, what is apart comes together, holds end."""
-        self.on = False
+        """No new trouble; what is stopped goes on, what is apart comes together, people end their holds."""
+        self.on = self._ledger_fails = False
+        self.world.people.tidy = True
+        for team in self.world.teams.values():
+            team.borrows = False
         self.world.kernel.heal_all()
         for process in self.world.processes():
             process.resume()
@@ -164,24 +208,44 @@ class Faults:
             agent.present.die("killed")
 
     def _take_over(self) -> None:
-        if len(self.world.trainers) < MAX_TRAINERS:
-            self.world.new_trainer(takeover=self._rng.random() < 0.7)
+        team = self._rng.choice([t for t in self.world.teams.values() if not t.spec.frozen])
+        if len(team.trainers) < MAX_TRAINERS:
+            team.new_trainer(takeover=self._rng.random() < 0.7)
 
-    def _operate(self) -> None:
-        """A pause, and later its resume: for that incarnation, wherever it is by then."""
+    def _pause_engine(self) -> None:
         agent = self._agent()
-        if agent is None:
-            return
-        incarnation, owner = agent.present.core.state.incarnation, self._rng.choice(("ann", "bob"))
-        agent.present.hold(owner, incarnation, present=True)
-        end = self._rng.uniform(*HOLD_SECONDS)
-        self.world.supervisor.after(end, lambda: self._end_hold(agent, owner))
-        self.world.supervisor.after(end, lambda: agent.present.hold(owner, incarnation, present=False))
+        if agent is not None:
+            self.world.people.pause_engine(agent)
 
-    def _end_hold(self, agent: Agent, owner: str) -> None:
-        """A resume that nobody paused: stale, doubled, or in mid-install."""
-        if agent.up and agent.present.running and self._rng.random() < 0.3:
-            agent.present.hold(owner, agent.present.core.state.incarnation, present=False)
+    def _sleep(self) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self.world.people.sleep(agent)
+
+    def _drain(self) -> None:
+        agent = self._agent()
+        if agent is not None:
+            self.world.people.drain(agent)
+
+    def _roll_back(self) -> None:
+        team = self._rng.choice(list(self.world.teams.values()))
+        self.world.people.roll_back(team, twice=self._rng.random() < 0.3)
+
+    def _lose_a_checkpoint(self) -> None:
+        """Deleted, or written over, and nobody is told."""
+        names = self.world.shelf.names()
+        if not names:
+            return
+        name = self._rng.choice(names)
+        written = self.world.shelf.get(name)
+        assert written is not None
+        self.world.shelf.remove(name)
+        if self._rng.random() < 0.3:
+            self.world.shelf.put(name, Written(written.layout, WRONG_CONTENT))
+
+    def fail_the_ledger(self) -> None:
+        """The next record cannot be written."""
+        self._ledger_fails = True
 
     def _rogue(self) -> None:
         self.world.rogue.act()
@@ -189,8 +253,8 @@ class Faults:
     def _spans(self) -> None:
         """A sample that ends shows it too, at any time."""
         agent = self._agent()
-        if agent is not None and isinstance(agent.present.core.state.weights, Held):
-            agent.present.apply(ee.SpansDisagreed("the engine says otherwise"))
+        if agent is not None and (isinstance(agent.present.core.state.weights, Held) or agent.present.requests.some):
+            agent.present.requests.disagree()
 
     def _open_twice(self) -> None:
         """A trainer opens the same update on an engine once more, while the first stream goes on by itself."""
@@ -214,9 +278,14 @@ _KINDS = {
     "partition": Faults._partition,
     "kill an engine": Faults._kill_engine,
     "take over": Faults._take_over,
-    "operator": Faults._operate,
+    "pause an engine": Faults._pause_engine,
+    "sleep": Faults._sleep,
+    "drain": Faults._drain,
+    "roll back": Faults._roll_back,
+    "lose a checkpoint": Faults._lose_a_checkpoint,
     "rogue": Faults._rogue,
     "spans disagree": Faults._spans,
     "open twice": Faults._open_twice,
     "leave": Faults._leave,
+    "fail the ledger": Faults.fail_the_ledger,
 }

@@ -15,7 +15,7 @@ from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
 from controlplane.sim.coordinator import Begun, Watch
 from controlplane.sim.kernel import Stream, connect
-from controlplane.sim.settings import LAYOUT, POLICY, checksum, digest_of
+from controlplane.sim.settings import checksum, digest_of
 from controlplane.sim.update_stream import ChunkFrame, UpdateStream, Writer
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 RPC_SECONDS = 2.0
 RETRY_SECONDS = (0.1, 0.6)
+REFUSAL_SECONDS = 0.5
 STRAGGLER_SECONDS = 1.5
 """After a decision: how long engines that it did not wait for may take."""
 COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
@@ -36,6 +37,7 @@ class Push:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.world = trainer.world
+        self.layout = trainer.team.spec.layout
         self.content = self.world.next_content()
         self.begun: Begun | None = None
         self.phase = Phase.PREPARING
@@ -61,10 +63,12 @@ class Push:
             update_id,
             self._request_id,
             self.world.settings.run_id,
-            POLICY,
+            self.trainer.model,
             self.trainer.term,
             self.trainer.step,
             self.world.settings.push_limit,
+            self.layout.digest,
+            self.layout.byte_count,
         )
         stream.on_client_end = self._begin_failed
         stream.to_server(lambda: coordinator.begin(stream, request, lambda begun: self._begun(stream, begun)))
@@ -74,8 +78,11 @@ class Push:
             return
         if isinstance(error, e.StaleTerm):
             self.trainer.fence()
-        if isinstance(error, e.RequestRepeated):  # decided while nobody heard it: the next attempt is another request
-            self._end()
+        if isinstance(error, e.RequestRepeated):  # its answer was lost, and meanwhile it was decided
+            self.over = True
+            self.trainer.push_over(self, committed=False)
+        elif isinstance(error, (e.NoEngines, e.NotEnoughEngines)):  # a late word may have put them to sleep again
+            self.retry(lambda: self.trainer.devices.give(self.begin))
         else:
             self.retry(self.begin)
 
@@ -85,7 +92,7 @@ class Push:
             return
         self.world.faults.point(self.trainer, "trainer.after_begin")
         self.begun = begun
-        self.world.witness.wrote(begun.version, digest_of(self.content))
+        self.world.witness.wrote(self.trainer.model, begun.version, digest_of(self.content))
         self._watch()
         for assignment in begun.plan.assignments:
             feed = Feed(self, assignment)
@@ -126,6 +133,15 @@ class Push:
             waiting = any(f.working for f in self.feeds)
             self.after(STRAGGLER_SECONDS if waiting and phase in COMMITS else 0.0, self._end)
 
+    def refused(self) -> None:
+        """An engine would not take it: where it is required and no other moves, going on is senseless."""
+        self.after(REFUSAL_SECONDS, self._judge_refusals)
+
+    def _judge_refusals(self) -> None:
+        still = any(f.working and not f.ready for f in self.feeds)
+        if self.phase is Phase.PREPARING and not still and any(f.required and not f.working for f in self.feeds):
+            self.give_up("an engine refused it")
+
     def _late(self) -> None:
         """The ranks' limit came first. After GO the decision is waited for."""
         if self.phase is Phase.PREPARING:
@@ -145,7 +161,7 @@ class Push:
         for feed in self.feeds:
             feed.abort("the push is over")
         self.over = True
-        self.trainer.push_over(committed=self.phase in (Phase.COMMITTED, Phase.DEGRADED))
+        self.trainer.push_over(self, committed=self.phase in (Phase.COMMITTED, Phase.DEGRADED))
 
 
 class Feed:
@@ -157,10 +173,11 @@ class Feed:
         self.world = push.world
         self.engine_id = assignment.engine.engine_id
         self.begun = push.begun
+        self.required = assignment.required
         self._incarnation = assignment.engine.incarnation
         self._stream: Stream | None = None
         self._remote: list[UpdateStream] = []
-        self._ready = False
+        self.ready = False
         self._committed = False
         self.working = True
 
@@ -175,7 +192,7 @@ class Feed:
         if stream is None:
             self.push.retry(self.open)
             return
-        self._stream, self._ready = stream, False
+        self._stream, self.ready = stream, False
         remote = self._remote = []
         stream.on_client_end = lambda error: self._failed(stream, error)
         writer = Writer(
@@ -195,14 +212,15 @@ class Feed:
         return ee.Opened(
             number,
             self.world.settings.run_id,
-            POLICY,
+            self.push.trainer.model,
             self._incarnation,
             self.begun.update_id,
             self.push.trainer.term,
             self.begun.version,
-            LAYOUT.digest,
-            len(LAYOUT.tensors),
-            LAYOUT.byte_count,
+            self.push.layout.digest,
+            len(self.push.layout.tensors),
+            self.push.layout.byte_count,
+            engine_id=self.engine_id,
         )
 
     def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:
@@ -216,14 +234,15 @@ class Feed:
             self._committed = True
             return
         if layout_needed:
-            self._to_agent(stream, lambda s: s.layout(LAYOUT))
+            layout = self.push.layout
+            self._to_agent(stream, lambda s: s.layout(lambda: layout))
         for frame in self._chunks():
             self.world.faults.point(self.push.trainer, "trainer.between_chunks")
             self._to_agent(stream, lambda s, frame=frame: s.chunk(frame))  # type: ignore[misc]
 
     def _chunks(self) -> list[ChunkFrame]:
         """One tensor each, the first in two parts."""
-        first, last = (t.byte_count for t in LAYOUT.tensors)
+        first, last = (t.byte_count for t in self.push.layout.tensors)
         parts = [
             (Record(0, 0, 0, first // 2, None), 0),
             (Record(0, first // 2, 0, first - first // 2, checksum(self.push.content, 0)), 1),
@@ -245,19 +264,19 @@ class Feed:
 
     def _got_ready(self, stream: Stream) -> None:
         if stream is self._stream:
-            self._ready = True
+            self.ready = True
             if self.push.phase in COMMITS:
                 self.commit()
 
     def commit(self) -> None:
         """GO was told: the commit frame goes as soon as the engine is ready."""
         stream = self._stream
-        if stream is None or not self._ready or self._committed or not self.working:
+        if stream is None or not self.ready or self._committed or not self.working:
             return
         self.world.faults.point(self.push.trainer, "trainer.before_commit")
         self._committed = True
-        version, digest = self.begun.version, digest_of(self.push.content)
-        self._to_agent(stream, lambda s: s.commit(version, 3, LAYOUT.byte_count, digest))
+        version, digest, size = self.begun.version, digest_of(self.push.content), self.push.layout.byte_count
+        self._to_agent(stream, lambda s: s.commit(version, 3, size, digest))
         self.world.faults.point(self.push.trainer, "trainer.after_commit")
 
     def _applied(self, stream: Stream) -> None:
@@ -268,7 +287,7 @@ class Feed:
     def _failed(self, stream: Stream, error: e.WeightplaneError) -> None:
         if stream is not self._stream or not self.working:
             return
-        self._stream, self._ready = None, False
+        self._stream, self.ready = None, False
         if isinstance(error, e.StaleTerm):
             self.push.trainer.fence()
         broken = isinstance(error, e.PeerLost)
@@ -277,6 +296,7 @@ class Feed:
             self.push.retry(self.open)
         else:
             self.working = False
+            self.push.refused()
 
     def abort(self, reason: str) -> None:
         """Given up before the commit frame; after it the agent owns the install and only the waiting ends."""

@@ -97,6 +97,7 @@ class Requests:
                 request.waiting.append(self._life.engine.content)
             else:
                 self._life.world.witness.token(self._life, request.version, self._life.engine.content)
+            self._life.world.witness.made_token(self._life)
         if request.left > 0:
             self._next_token(request)
         else:
@@ -120,6 +121,19 @@ class Requests:
         for request in list(self._live):
             request.waiting.clear()
             self._finish(request)
+
+    @property
+    def some(self) -> bool:
+        return bool(self._live)
+
+    def disagree(self) -> None:
+        """INV-11: a sample that ends shows that its spans are not the engine's own."""
+        for request in self._live[:1]:
+            error = e.SpanMismatch(request_id="r", ours=str(request.version), engines="otherwise")
+            self._life.world.witness.refused(error)
+            request.stream.refuse(error)
+            self._drop(request)
+        self._life.apply(ee.SpansDisagreed("the engine says otherwise"))
 
     def end_all(self) -> None:
         gone = e.EngineDied(engine_id=self._life.agent.name, cause="the engine's processes are gone")

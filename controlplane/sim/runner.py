@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
 
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.faults import POINTS
@@ -14,7 +15,6 @@ from controlplane.sim.witness import Violation
 from controlplane.sim.world import World
 
 VIOLATIONS_SHOWN = 10
-SCENARIO_ENGINES = 3
 
 
 @dataclass
@@ -61,25 +61,30 @@ class Report:
 
 def run_seed(seed: int, events: int, settings: SimSettings) -> tuple[World, Violation | None]:
     """One world: trouble for `events` events, then calm, in which all must become well."""
-    world = World(seed, settings)
-    try:
-        world.start()
-        world.faults.start()
-        world.run_events(events)
-        world.settle()
-    except Violation as violation:
-        return world, violation
-    return world, None
+    return _run(World(seed, settings), partial(_trouble_then_calm, events=events))
+
+
+def _trouble_then_calm(world: World, events: int) -> None:
+    world.start()
+    world.faults.start()
+    world.run_events(events)
+    world.settle()
 
 
 def run_scenario(name: str, seed: int, settings: SimSettings) -> tuple[World, Violation | None]:
-    """One of the fixed scenarios, with few engines."""
+    """One of the fixed scenarios, with the engines that it wants."""
     found = SCENARIOS[name]
-    world = World(seed, replace(settings, engines=SCENARIO_ENGINES, policy=found.policy))
+    return _run(World(seed, found.settings(settings)), found.run)
+
+
+def _run(world: World, script: Callable[[World], None]) -> tuple[World, Violation | None]:
+    """What the witness says, or an assertion of the cores themselves."""
     try:
-        found.run(world)
+        script(world)
     except Violation as violation:
         return world, violation
+    except AssertionError as broken:
+        return world, Violation("assertion", f"at {world.kernel.now:.3f} s: {broken}")
     return world, None
 
 

@@ -2,7 +2,8 @@
 
 A lease is asked for until it is granted; STALE_TERM ends the process for good (it was fenced). A push begins, brings
 the version to every engine of the plan, sends commit frames only after GO, and believes the coordinator's decision
-only. A push that failed is begun again with a new number.
+only. A push that failed is begun again with a new number. Where it shares devices with engines it borrows them
+between pushes (`devices`), and what it pushed it may write down (`publisher`).
 """
 
 from __future__ import annotations
@@ -15,23 +16,27 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.plan import RankPlace
 from controlplane.core.versions import DeviceUuid, Incarnation, Rank, Term, TrainerId
-from controlplane.sim.coordinator import FleetNews, Session
+from controlplane.sim.coordinator import Session
+from controlplane.sim.devices import Devices
 from controlplane.sim.kernel import Crashed, Process, connect
+from controlplane.sim.publisher import Publisher
 from controlplane.sim.push import Push
-from controlplane.sim.settings import POLICY
 
 if TYPE_CHECKING:
-    from controlplane.sim.world import World
+    from controlplane.sim.team import Team
 
 BACKOFF_SECONDS = (0.2, 0.8)
+BORROW_CHANCE = 0.5
 
 
 class Trainer(Process):
     """One trainer; `takeover` is whether its next hello insists."""
 
-    def __init__(self, world: World, name: str, *, takeover: bool = False) -> None:
-        super().__init__(world.kernel, name)
-        self.world = world
+    def __init__(self, team: Team, name: str, *, takeover: bool = False) -> None:
+        super().__init__(team.world.kernel, name)
+        self.world = team.world
+        self.team = team
+        self.model = team.spec.name
         self.takeover = takeover
         self.fenced = False
         self.lives = 0
@@ -40,6 +45,8 @@ class Trainer(Process):
         self.pushed = 0
         """Pushes that the fleet committed."""
         self.push: Push | None = None
+        self.devices = Devices(self)
+        self.publisher = Publisher(self)
         self._ended = ""
         self._session: Session | None = None
         self._progress = 0
@@ -49,7 +56,10 @@ class Trainer(Process):
         self._ended = self.incarnation if self.lives else ""
         self.lives += 1
         self.term, self.push, self._session, self._progress = Term(0), None, None, 0
+        self.devices = Devices(self)
+        self.publisher = Publisher(self)
         self._connect()
+        self.devices.give(lambda: None)  # also where another has the lease by now
 
     @property
     def incarnation(self) -> Incarnation:
@@ -68,26 +78,32 @@ class Trainer(Process):
         if stream is None:
             self._again()
             return
-        session = self._session = Session(stream, self._welcome, lambda news: None)
+        session = Session(stream, lambda news, term: self._welcome(session, term), lambda news: None)
+        self._session = session
         stream.on_client_end = lambda error: self._lost(session, error)
         event, coordinator = self._hello(), self.world.coordinator
         stream.to_server(lambda: coordinator.hello(session, event))
         self.after(3.0, lambda: self._give_up(session))
 
     def _hello(self) -> Callable[[int], fe.Event]:
-        place = RankPlace(Rank(0), f"host-{self.name}", DeviceUuid(f"gpu-{self.name}"))
         make = partial(
             fe.TrainerConnected,
             run_id=self.world.settings.run_id,
-            model=POLICY,
+            model=self.model,
             trainer_id=TrainerId(self.name),
             incarnation=self.incarnation,
-            ranks=(place,),
+            ranks=self._ranks(),
             held_term=self.term,
             ended_incarnation=self._ended,
             takeover=self.takeover,
         )
         return lambda session: make(session)
+
+    def _ranks(self) -> tuple[RankPlace, ...]:
+        """One on the devices of each engine that it shares them with; else one on devices of its own."""
+        shared = [(f"host-{a.name}", d) for a in self.team.shared for d in a.seat.devices]
+        places = shared or [(f"host-{self.name}", f"gpu-{self.name}")]
+        return tuple(RankPlace(Rank(i), host, DeviceUuid(device)) for i, (host, device) in enumerate(places))
 
     def _give_up(self, session: Session) -> None:
         if self._session is session and not session.greeted:
@@ -105,9 +121,8 @@ class Trainer(Process):
         self._session = None
         self.after(self.world.kernel.rng.uniform(*BACKOFF_SECONDS), self._connect)
 
-    def _welcome(self, news: FleetNews, term: Term) -> None:
-        session = self._session
-        if session is None:
+    def _welcome(self, session: Session, term: Term) -> None:
+        if self._session is not session:
             return
         session.greeted = True
         first, self.term = not self.term, term
@@ -117,21 +132,48 @@ class Trainer(Process):
             self.after(self.world.settings.push_every, self._push)
 
     def _beat(self, session: Session) -> None:
-        if self._session is not session:
-            return
-        self._progress += 1
-        term, step, progress, coordinator = self.term, self.step, self._progress, self.world.coordinator
-        session.stream.to_server(lambda: coordinator.progress(session, term, step, "train", progress))
-        self.after(self.world.settings.heartbeat, lambda: self._beat(session))
+        if self._session is session:
+            self._progress += 1
+            self.tell()
+            self.after(self.world.settings.heartbeat, lambda: self._beat(session))
+
+    def tell(self) -> None:
+        """Its status, as it is now."""
+        session, coordinator = self._session, self.world.coordinator
+        if session is not None and session.greeted:
+            report = partial(
+                fe.TrainerReported,
+                term=self.term,
+                step=self.step,
+                phase="train",
+                progress=self._progress,
+                holds_devices=self.devices.held,
+            )
+            session.stream.to_server(lambda: coordinator.progress(session, report))
 
     # ---- pushes ----
 
     def _push(self) -> None:
+        """A push needs its engines awake, whoever of its lives left them asleep."""
+        if self.team.rests:
+            self.after(self.world.settings.push_every, self._push)
+            return
         self.step += 1
+        self.devices.give(self._push_awake)
+
+    def _push_awake(self) -> None:
         self.push = Push(self)
         self.push.begin()
 
-    def push_over(self, *, committed: bool) -> None:
+    def push_over(self, push: Push, *, committed: bool) -> None:
         self.pushed += committed
+        if committed:
+            self.publisher.write(push)
         wait = self.world.settings.push_every
-        self.after(self.world.kernel.rng.uniform(0.5 * wait, 1.5 * wait), self._push)
+        self.after(self.world.kernel.rng.uniform(0.5 * wait, 1.5 * wait), self._train)
+
+    def _train(self) -> None:
+        if self.team.shared and self.team.borrows and self.world.kernel.rng.random() < BORROW_CHANCE:
+            self.devices.take(self._push)
+        else:
+            self._push()

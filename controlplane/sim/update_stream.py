@@ -1,6 +1,7 @@
 """One UpdateWeights stream at an engine agent: frames one after the other, checks that take time, one end.
 
-Whatever ends it (an error, a break, silence, an abort frame) becomes one `StreamEnded`.
+Whatever ends it (an error, a break, silence, an abort frame) becomes one `StreamEnded`. Where the writer names a
+checkpoint no chunk comes: the agent reads its files itself.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ from controlplane.core.layout import Layout
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.sim.engine import Staged
 from controlplane.sim.kernel import Stream
-from controlplane.sim.settings import LAYOUT, checksum
+from controlplane.sim.settings import checksum
 
 if TYPE_CHECKING:
     from controlplane.sim.agent import Life
 
 CHECK_SECONDS = (0.005, 0.1)
+READ_SECONDS = (0.01, 0.15)
 
 
 @dataclass
@@ -51,6 +53,8 @@ class UpdateStream:
         self.number = number
         self.writer: Writer | None = None
         self.layout_needed = False
+        self._reads: str | None = None
+        """Name of the checkpoint whose files are the chunks."""
         self._frames: deque[Callable[[], None]] = deque()
         self._busy = False
         self._ended = False
@@ -60,12 +64,13 @@ class UpdateStream:
 
     # ---- frames ----
 
-    def open(self, opened: Callable[[int], ee.Opened], writer: Writer) -> None:
-        self.writer = writer
+    def open(self, opened: Callable[[int], ee.Opened], writer: Writer, checkpoint: str | None = None) -> None:
+        self.writer, self._reads = writer, checkpoint
         self._take(lambda: self._open(opened(self.number), writer))
 
-    def layout(self, layout: Layout) -> None:
-        self._take(lambda: self._layout(layout))
+    def layout(self, parts: Callable[[], Layout]) -> None:
+        """`parts` puts together what came; what comes of it may be no layout."""
+        self._take(lambda: self._layout(parts))
 
     def chunk(self, frame: ChunkFrame) -> None:
         self._take(lambda: self._chunk(frame))
@@ -101,15 +106,34 @@ class UpdateStream:
             self._wait(event.update_id)
         else:
             self.life.staged[self.number] = Staged()
+            if self._reads is not None:
+                self._read_file(self._reads, 0, event.version)
 
-    def _layout(self, layout: Layout) -> None:
-        self.life.apply(ee.LayoutArrived(self.number, layout))
+    def _layout(self, parts: Callable[[], Layout]) -> None:
+        self.life.apply(ee.LayoutArrived(self.number, parts()))
+
+    def _read_file(self, name: str, index: int, version: WeightVersion) -> None:
+        """A file takes its time; it is there or not when it is opened."""
+        wait = self.life.world.kernel.rng.uniform(*READ_SECONDS)
+        self.life.after(wait, lambda: self._take(lambda: self._file(name, index, version)))
+
+    def _file(self, name: str, index: int, version: WeightVersion) -> None:
+        self.life.world.faults.point(self.life.agent, "engine.mid_read")
+        written = self.life.world.shelf.get(name)
+        if written is None:
+            raise e.CheckpointUnreadable(name=name, cause=f"file {index} is gone")
+        if index == 0 and self.layout_needed:
+            self._layout(lambda: written.layout)
+        self._chunk(written.frame(index, version))
+        if index + 1 < written.file_count:
+            self._read_file(name, index + 1, version)
 
     def _chunk(self, frame: ChunkFrame) -> None:
         event = frame.event(self.number)
         verify = next(x for x in self.life.apply(event) if isinstance(x, ee.Verify))
         self._busy = True
-        self.life.after(self.life.world.kernel.rng.uniform(*CHECK_SECONDS), lambda: self._checked(frame, event, verify))
+        seconds = self.life.world.kernel.rng.uniform(*CHECK_SECONDS) + self.life.world.faults.slow_check(self.life)
+        self.life.after(seconds, lambda: self._checked(frame, event, verify))
 
     def _checked(self, frame: ChunkFrame, event: ee.ChunkArrived, verify: ee.Verify) -> None:
         self._busy = False
@@ -135,17 +159,14 @@ class UpdateStream:
             staged.byte_count += record.byte_count
             content = frame.contents[record.tensor]
             if record.checksum is not None and record.checksum != checksum(content, record.tensor):
-                name = LAYOUT.tensors[record.tensor].name
-                error = e.ChecksumMismatch(
-                    name=name, expected=record.checksum.hex(), got=checksum(content, record.tensor).hex()
-                )
-                self.life.world.witness.refused(error)
-                raise error
+                name = update.assembly.layout.tensors[record.tensor].name
+                really = checksum(content, record.tensor).hex()
+                raise e.ChecksumMismatch(name=name, expected=record.checksum.hex(), got=really)
             staged.contents[record.tensor] = content
 
     def _commit(self, event: ee.CommitArrived) -> None:
         start = next(x for x in self.life.apply(event) if isinstance(x, ee.StartInstall))
-        self.life.start_install(start)
+        self.life.work.start_install(start)
         self._wait(start.update.update_id)
 
     def _wait(self, update_id: UpdateId) -> None:
@@ -166,6 +187,7 @@ class UpdateStream:
     def fail(self, error: e.WeightplaneError) -> None:
         """Ends it with an answer."""
         if not self._ended:
+            self.life.world.witness.refused(error)
             self.stream.refuse(error)
             self._end(str(error), error.reason)
 

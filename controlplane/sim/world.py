@@ -1,24 +1,30 @@
-"""A whole simulated fleet: one coordinator, its ledger, engine agents, trainers, clients, and what keeps them alive."""
+"""A whole simulated fleet: one coordinator, its ledger, each model's engines and trainers, clients, people, fate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from controlplane.core.versions import WeightVersion
+from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.versions import ModelName
 from controlplane.sim.agent import Agent
 from controlplane.sim.clients import Client
 from controlplane.sim.coordinator import Coordinator
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.faults import Faults
 from controlplane.sim.kernel import Kernel, Process
+from controlplane.sim.people import People
 from controlplane.sim.rogue import Rogue
-from controlplane.sim.settings import POLICIES, POLICY, SimSettings
+from controlplane.sim.settings import MODELS, POLICIES, POLICY, SimSettings
+from controlplane.sim.shelf import Shelf
+from controlplane.sim.team import Team
 from controlplane.sim.trainer import Trainer
 from controlplane.sim.witness import Violation, Witness
 
 RESTART_SECONDS = (0.1, 3.0)
 LOOK_SECONDS = 0.1
 """How often it is looked whether all is well."""
+UNITS_CHANCE = 0.3
+LENDS_CHANCE = 0.4
 
 
 class Supervisor(Process):
@@ -35,62 +41,68 @@ class World:
         self.seed = seed
         self.settings = settings or SimSettings()
         self.kernel = Kernel(seed)
-        self.policy = self.kernel.rng.choice(POLICIES) if self.settings.policy is None else self.settings.policy
+        self.policy = self._chosen(self.settings)
         self.coverage = Coverage()
         self.witness = Witness(self.kernel, self.coverage, self.settings.lease_ttl)
         self.faults = Faults(self)
         self.supervisor = Supervisor(self.kernel, "supervisor")
-        self.coordinator = Coordinator(self)
-        self.agents = {f"e{i}": Agent(self, f"e{i}") for i in range(self.settings.engines)}
-        self.clients = [Client(self, f"c{i}") for i in range(self.settings.clients)]
-        self.rogue = Rogue(self)
-        self.trainers: list[Trainer] = []
-        """Those that were not fenced."""
-        self._trainers_made = 0
+        self.shelf = Shelf()
+        self.launches = True
+        """Trainers that die are started again."""
         self._content = 1000
+        self.coordinator = Coordinator(self)
+        self.teams = {name: self._team(name, count) for name, count in self.settings.fleet().items()}
+        self.agents: dict[str, Agent] = {n: a for team in self.teams.values() for n, a in team.agents.items()}
+        self.clients = [Client(self, f"client{i}") for i in range(self.settings.clients)]
+        self.people = People(self)
+        self.rogue = Rogue(self)
+
+    def _chosen(self, settings: SimSettings) -> UpdatePolicy:
+        enough = [p for p in POLICIES if len(p.min_engines) <= settings.fleet().get(POLICY, 0)]
+        policy = self.kernel.rng.choice(enough)
+        return policy if settings.policy is None else settings.policy
+
+    def _team(self, name: ModelName, count: int) -> Team:
+        spec, rng = MODELS[name], self.kernel.rng
+        units, lends = rng.random() < UNITS_CHANCE, rng.random() < LENDS_CHANCE
+        units = units if self.settings.units is None else self.settings.units
+        lends = lends if self.settings.lends is None else self.settings.lends
+        team = Team(self, spec, count, units=units and not spec.frozen, lends=lends and not spec.frozen)
+        for agent in team.agents.values():
+            self.witness.met(agent)
+        return team
 
     def start(self, *, trainer: bool = True) -> None:
         """Everything comes up at once."""
         self.supervisor.start()
+        self.people.start()
         self.rogue.start()
         for process in (self.coordinator, *self.agents.values()):
-            process.on_death = lambda process=process: self._died(process)  # type: ignore[misc]
+            process.on_death = lambda process=process: self.restart(process)  # type: ignore[misc]
             process.start()
         for client in self.clients:
             client.start()
-        if trainer:
-            self.new_trainer()
+        for team in self.teams.values():
+            if trainer and not team.spec.frozen:
+                team.new_trainer()
+
+    @property
+    def trainers(self) -> list[Trainer]:
+        """Those that were not fenced."""
+        return [t for team in self.teams.values() for t in team.trainers]
 
     def processes(self) -> list[Process]:
         """Those that faults may meet."""
         return [self.coordinator, *self.agents.values(), *self.trainers]
-
-    def new_trainer(self, *, takeover: bool = False) -> Trainer:
-        trainer = Trainer(self, f"t{self._trainers_made}", takeover=takeover)
-        self._trainers_made += 1
-        self.trainers.append(trainer)
-        trainer.on_death = lambda: self._trainer_died(trainer)
-        trainer.start()
-        return trainer
 
     def next_content(self) -> int:
         """Weights that no version had before."""
         self._content += 1
         return self._content
 
-    # ---- launchers ----
-
-    def _died(self, process: Process) -> None:
+    def restart(self, process: Process) -> None:
+        """What launchers do."""
         self.supervisor.after(self.kernel.rng.uniform(*RESTART_SECONDS), process.start)
-
-    def _trainer_died(self, trainer: Trainer) -> None:
-        """One that was fenced stays away; when none is left somebody starts a new one."""
-        if not trainer.fenced:
-            self._died(trainer)
-            return
-        self.trainers.remove(trainer)
-        if not self.trainers:
-            self.new_trainer(takeover=self.kernel.rng.random() < 0.5)
 
     # ---- running ----
 
@@ -111,29 +123,17 @@ class World:
     def settle(self) -> None:
         """Faults stop; then every engine serves a version that was committed since, within the limit."""
         self.faults.stop()
-        number = max((v.number for v in self.served), default=0)
-        if not self.trainers:
-            self.new_trainer(takeover=True)
+        number = max((v.number for team in self.teams.values() for v in team.served), default=0)
+        for team in self.teams.values():
+            if not team.trainers and not team.spec.frozen:
+                team.new_trainer(takeover=True)
         self.run_until(lambda: self.well(above=number), self.settings.settle_limit, "every engine serves")
 
-    @property
-    def served(self) -> tuple[WeightVersion, ...]:
-        return self.coordinator.core.model(POLICY).served
-
     def well(self, above: int = 0) -> bool:
-        """A version above that number is served, by every engine, and routed to."""
-        if not self.coordinator.up or not any(v.number > above for v in self.served):
-            return False
-        core = self.coordinator.core
-        return all(
-            a.up and a.present.open and a.name in core.engines and core.routable(core.engines[a.engine_id])
-            for a in self.agents.values()
-        )
+        """A version above that number is served of every trained model, by every engine, and routed to."""
+        return all(team.well(above) for team in self.teams.values())
 
     def describe(self) -> str:
         """Where everybody stands, for a report of what went wrong."""
-        words = ", ".join(f"{a.name} {a.present.describe() if a.up else 'down'}" for a in self.agents.values())
-        updates = [f"{u.update_id} {u.phase.value} {u.cause}" for u in self.coordinator.core.updates.values()][-3:]
-        terms = f"served {list(map(str, self.served))}, term {self.coordinator.core.model(POLICY).term}"
-        trainers = [f"{t.name} term {t.term} up {t.up}" for t in self.trainers]
-        return f"{terms}; {words}; {updates}; {trainers}; recovering {self.coordinator.core.recovering}"
+        teams = "; ".join(team.describe() for team in self.teams.values())
+        return f"{teams}; recovering {self.coordinator.core.recovering}"

@@ -14,6 +14,7 @@ from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Stage
 from controlplane.core.layout import content_digest
 from controlplane.core.sampling import SamplingSettings
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import Term, UpdateId
 from controlplane.sim.runner import run_seed
 from controlplane.sim.settings import SimSettings
@@ -92,7 +93,7 @@ def test_a_quiet_world_lights_up_and_stays_lit() -> None:
     """No fault at all: every engine serves what was pushed."""
     world, violation = run_seed(1, 0, SimSettings(engines=8))
     assert violation is None, str(violation)
-    assert world.witness.coverage.phases[("go", "committed")] > 0
+    assert world.witness.coverage.phases[(Phase.GO, Phase.COMMITTED)] > 0
 
 
 def test_inv10_a_route_needs_a_served_version() -> None:

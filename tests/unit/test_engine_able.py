@@ -79,8 +79,10 @@ def test_only_who_put_it_to_sleep_wakes_it() -> None:
     with pytest.raises(e.DevicesTaken, match="trainer"):
         agent.handle(events.WakeRequested("ann", kv=True))
     agent.handle(events.SleepRequested("ann", 1))
+    assert starts(agent.handle(events.WakeRequested("trainer", kv=True))) == [], "its own hold ends, ann's stays"
     with pytest.raises(e.DevicesTaken, match="ann"):
         agent.handle(events.WakeRequested("trainer", kv=True))
+    assert starts(agent.handle(events.WakeRequested("ann", kv=True))) == [events.StartWake(kv=True)]
 
 
 def test_sleep_and_wake_are_idempotent() -> None:

@@ -1,0 +1,119 @@
+"""A trainer's way with the devices that it shares with engines: take (they sleep), train, give (they wake).
+
+It tells the coordinator that it holds them before the first engine sleeps, and that it does not after the last one
+woke. Calls are lost, doubled and late, so each is repeated until it was answered; and in every life, before every push
+and whenever no engine could take one, it wakes whatever sleeps in its name. What sleeps for a trainer that was fenced
+is a person's to wake (`people`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core.versions import Incarnation
+from controlplane.sim.calls import Call
+from controlplane.sim.kernel import Action
+
+if TYPE_CHECKING:
+    from controlplane.sim.agent import Agent, Command
+    from controlplane.sim.trainer import Trainer
+
+    Done = Callable[[Agent], None]
+
+RETRY_SECONDS = (0.1, 0.6)
+TRAIN_SECONDS = (0.2, 1.5)
+TAKE_SECONDS = 4.0
+"""Longest that engines may take to fall asleep; else the trainer gives up."""
+DEEP_SLEEP_CHANCE = 0.5
+TWO_STEPS_CHANCE = 0.3
+
+
+class Devices:
+    """Those of one life of a trainer."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.held = False
+        self._trainer = trainer
+        self._world = trainer.world
+        self._round = 0
+        self._incarnations: dict[str, Incarnation] = {}
+
+    # ---- take ----
+
+    def take(self, then: Action) -> None:
+        """Put the engines to sleep and train; `then` when that is over. Engines that do not sleep end it."""
+        self._round += 1
+        self.held = True
+        self._trainer.tell()
+        asked = self._round
+        waiting = {agent.name for agent in self._trainer.team.shared}
+        level = 2 if self._world.kernel.rng.random() < DEEP_SLEEP_CHANCE else 1
+        event = ee.SleepRequested(self._trainer.name, level)
+
+        def asleep(agent: Agent) -> None:
+            waiting.discard(agent.name)
+            if not waiting and self._round == asked:
+                self._round += 1
+                self._trainer.after(self._world.kernel.rng.uniform(*TRAIN_SECONDS), then)
+
+        for agent in self._trainer.team.shared:
+            self._world.faults.point(self._trainer, "trainer.before_sleep")
+            self._call(agent, asked, lambda life, told: life.work.sleep(event, told), asleep)
+        self._trainer.after(TAKE_SECONDS, lambda: self._give_up(asked, then))
+
+    def _give_up(self, asked: int, then: Action) -> None:
+        if self._round == asked:
+            self._round += 1
+            then()
+
+    # ---- give ----
+
+    def give(self, then: Action) -> None:
+        """Wake what sleeps in its name; `then` when all of it is awake."""
+        self._round += 1
+        asked = self._round
+        waiting = {agent.name for agent in self._trainer.team.shared}
+        if not waiting:
+            then()
+            return
+
+        def awake(agent: Agent) -> None:
+            waiting.discard(agent.name)
+            if not waiting and self._round == asked:
+                self._round += 1
+                self.held = False
+                self._trainer.tell()
+                then()
+
+        for agent in self._trainer.team.shared:
+            self._world.faults.point(self._trainer, "trainer.before_wake")
+            if self._world.kernel.rng.random() < TWO_STEPS_CHANCE:
+                self._wake(agent, asked, kv=False, then=lambda agent: self._wake(agent, asked, kv=True, then=awake))
+            else:
+                self._wake(agent, asked, kv=True, then=awake)
+
+    def _wake(self, agent: Agent, asked: int, *, kv: bool, then: Done) -> None:
+        event = ee.WakeRequested(self._trainer.name, kv)
+        self._call(agent, asked, lambda life, told: life.work.wake(event, told), then)
+
+    # ---- calls ----
+
+    def _call(self, agent: Agent, asked: int, act: Command, then: Done) -> None:
+        """Repeat it until it is answered, or another round began."""
+        if self._round != asked:
+            return
+        known = self._incarnations.get(agent.name, Incarnation("unknown"))
+
+        def failed(error: e.WeightplaneError) -> None:
+            if isinstance(error, e.WrongIncarnation):
+                self._incarnations[agent.name] = Incarnation(error.expected)
+            if isinstance(error, (e.DevicesTaken, e.ModelFrozen, e.UnsupportedByEngine)):
+                then(agent)  # somebody else's to wake
+                return
+            wait = self._world.kernel.rng.uniform(*RETRY_SECONDS)
+            self._trainer.after(wait, lambda: self._call(agent, asked, act, then))
+
+        Call(self._trainer, agent, known, act).begin(lambda: then(agent), failed)

@@ -1,0 +1,314 @@
+"""Sleep, waking and draining; devices that a trainer and engines share."""
+
+from __future__ import annotations
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core.engine_state import HoldKind, Residency, Stage, WeightsKind
+from controlplane.core.update_transaction import Phase
+from controlplane.sim.scenarios.stage import (
+    checkpoint,
+    expect,
+    go_on,
+    life,
+    next_decision,
+    next_update,
+    nothing,
+    pass_time,
+    refuses,
+    rest,
+    scenario,
+    serve,
+    served,
+    team,
+    trainer,
+)
+from controlplane.sim.world import World
+
+
+@scenario()
+def an_engine_that_slept_deep_claims_nothing_and_is_given_its_version_again(world: World) -> None:
+    """Level 2 keeps nothing: unset from the word on, and after the wake the checkpoint is its way back."""
+    serve(world)
+    checkpoint(world)
+    one, before = life(world, "e1"), served(world)
+    one.work.sleep(ee.SleepRequested("ann", 2), nothing)
+    expect(world, one.core.state.applied is None and not one.core.gate_open, "nothing is claimed")
+    pass_time(world, 3.0)
+    expect(world, one.core.state.residency is Residency.ASLEEP, "nobody wakes it")
+    refuses(world, e.DevicesTaken, lambda: one.work.wake(ee.WakeRequested("bob", True), nothing))
+    one.work.wake(ee.WakeRequested("ann", True), nothing)
+    world.run_until(lambda: one.open, 10.0, "it serves again")
+    expect(world, one.core.state.applied in before and served(world) == before, "what was served before")
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def a_poisoned_engine_sleeps_at_either_level(world: World) -> None:
+    """Poison stays with the weights that are kept aside, and goes with those that are dropped."""
+    serve(world)
+    rest(world)
+    one = life(world, "e1")
+    one.requests.disagree()
+    for level, after in ((1, WeightsKind.POISONED), (2, WeightsKind.UNSET)):
+        one.work.sleep(ee.SleepRequested("ann", level), nothing)
+        pass_time(world, 1.0)
+        expect(world, one.core.state.weights_kind is after, f"after level {level}: {one.core.state.weights}")
+        for kv in (False, True):
+            one.work.wake(ee.WakeRequested("ann", kv), nothing)
+        pass_time(world, 1.0)
+        expect(world, not one.open, "it serves nothing")
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    pass_time(world, 1.0)
+    one.work.wake(ee.WakeRequested("ann", False), nothing)
+    pass_time(world, 1.0)
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def an_engine_that_slept_lightly_serves_what_it_held(world: World) -> None:
+    """Level 1 keeps the weights aside; in two steps the gate opens only with the second."""
+    serve(world)
+    rest(world)
+    one, before = life(world, "e1"), life(world, "e1").core.state.weights
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    pass_time(world, 1.0)
+    one.work.wake(ee.WakeRequested("ann", False), nothing)
+    pass_time(world, 1.0)
+    expect(world, one.core.state.residency is Residency.WEIGHTS and not one.core.gate_open, "no KV cache, no gate")
+    one.work.wake(ee.WakeRequested("ann", True), nothing)
+    world.run_until(lambda: one.open, 5.0, "it serves again")
+    expect(world, one.core.state.weights == before, "what it held before")
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def a_sleep_comes_while_a_wake_is_under_way(world: World) -> None:
+    """The later word counts: the devices are free in the end, and are said to be."""
+    serve(world)
+    rest(world)
+    one = life(world, "e1")
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    pass_time(world, 1.0)
+    one.work.wake(ee.WakeRequested("ann", True), nothing)
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    pass_time(world, 2.0)
+    expect(world, one.core.state.residency is Residency.ASLEEP, "it says that it sleeps")
+    expect(world, one.engine.residency is Residency.ASLEEP, "and it does")
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def a_wake_a_sleep_and_a_wake_in_one_moment(world: World) -> None:
+    """The first wake's end is not the second's: in between nothing is said to be awake."""
+    serve(world)
+    rest(world)
+    one = life(world, "e1")
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    pass_time(world, 1.0)
+    one.work.wake(ee.WakeRequested("ann", True), nothing)
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    one.work.wake(ee.WakeRequested("ann", True), nothing)
+    world.run_until(lambda: one.open, 5.0, "it serves again")
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def a_wake_in_two_steps_that_are_asked_for_at_once(world: World) -> None:
+    """Both are done: the weights, then the KV cache."""
+    serve(world)
+    rest(world)
+    one = life(world, "e1")
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    pass_time(world, 1.0)
+    for kv in (False, True):
+        one.work.wake(ee.WakeRequested("ann", kv), nothing)
+    world.run_until(lambda: one.open, 5.0, "it serves again")
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def an_engine_falls_asleep_in_mid_receive(world: World) -> None:
+    """Its update ends and cost nothing; the next one is made without it, and a later one heals it."""
+    serve(world)
+    world.faults.slow_checks("e1", 0.5)
+    update = next_update(world)
+    one = life(world, "e1")
+
+    def receives() -> bool:
+        progress = one.core.state.progress
+        return progress is not None and (progress.update_id, progress.stage) == (update.update_id, Stage.RECEIVING)
+
+    world.run_until(receives, 10.0, "e1 receives", look_seconds=0.0)
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
+    world.run_until(lambda: update.phase.final, 20.0, "it is decided")
+    expect(world, update.phase is Phase.FAILED and "ENGINE_ASLEEP" in update.cause, update.cause)
+    world.faults.slow_checks("e1", 0.0)
+    update = next_decision(world)
+    expect(world, update.phase is Phase.COMMITTED and "e1" not in update.outcomes, f"{update.outcomes.keys()}")
+    world.settle()
+
+
+# ---- draining ----
+
+
+@scenario()
+def a_draining_engine_takes_nothing_new_until_its_end(world: World) -> None:
+    """Updates are planned without it and refused by it; after the end of draining the next one heals it."""
+    serve(world)
+    rest(world)
+    one = life(world, "e1")
+    one.hold(HoldKind.DRAINING, "ann", present=True)
+    world.run_until(lambda: not world.coordinator.core.engines[world.agents["e1"].engine_id].able, 5.0, "it is known")
+    before = served(world)
+    go_on(world)
+    world.run_until(lambda: min(served(world)) > max(before), 20.0, "others go on")
+    expect(world, one.core.state.applied in before, f"{one.core.state.applied} stays")
+    one.hold(HoldKind.DRAINING, "ann", present=False)
+    world.settle()
+
+
+# ---- devices that are lent ----
+
+
+@scenario(lends=True)
+def nobody_carries_to_devices_that_a_trainer_holds(world: World) -> None:
+    """An engine that restarts on lent devices stays unset until they are given back, over the coordinator's restart
+    too; then the checkpoint heals it."""
+    serve(world)
+    checkpoint(world)
+    mine, agent = trainer(world), team(world).shared[0]
+    _lend_all(world)
+    agent.crash()
+    world.run_until(lambda: agent.up and agent.present.notes.welcomed, 10.0, "it is back")
+    pass_time(world, 3.0)
+    world.coordinator.crash()
+    pass_time(world, 6.0)
+    expect(world, agent.present.core.state.applied is None, "nobody healed it")
+    mine.devices.give(nothing)
+    world.run_until(world.well, 20.0, "the checkpoint heals it")
+    go_on(world)
+    world.settle()
+
+
+@scenario(lends=True)
+def a_rollback_goes_around_devices_that_a_trainer_holds(world: World) -> None:
+    """Who is on them is left behind, and takes part again once they are given back."""
+    serve(world)
+    kept = checkpoint(world)
+    mine, agent = trainer(world), team(world).shared[0]
+    _lend_all(world)
+    agent.crash()
+    world.run_until(lambda: agent.up and agent.present.notes.welcomed, 10.0, "it is back")
+    world.people.roll_back(team(world), kept.version.number)
+    update = next_decision(world)
+    expect(world, update.committed and agent.engine_id not in update.outcomes, f"{update}")
+    mine.devices.give(nothing)
+    go_on(world)
+    world.settle()
+
+
+@scenario(lends=True)
+def an_engine_that_died_asleep_is_replaced_when_its_devices_are_given(world: World) -> None:
+    """By its owner's word, in whichever of its lives; nobody starts an engine on them before."""
+    serve(world)
+    rest(world)
+    _lend_all(world)
+    agent, mine = team(world).shared[0], trainer(world)
+    lives = agent.lives
+    agent.present.die("killed")
+    pass_time(world, 3.0)
+    refuses(world, e.EngineNotReady, lambda: agent.present.work.wake(ee.WakeRequested("ann", True), nothing))
+    pass_time(world, 3.0)
+    expect(world, agent.lives == lives, "no fresh engine")
+    mine.crash()
+    go_on(world)
+    world.run_until(lambda: agent.lives > lives, 20.0, "its next life gives them back")
+    world.settle()
+
+
+@scenario(lends=True)
+def a_trainer_dies_while_it_holds_devices(world: World) -> None:
+    """Its next life, under its name, wakes what sleeps for it."""
+    serve(world)
+    rest(world)
+    _lend_all(world)
+    trainer(world).crash()
+    go_on(world)
+    world.settle()
+
+
+@scenario(lends=True)
+def a_trainer_dies_before_it_wakes_its_engines(world: World) -> None:
+    """And once more in its next life, between two of them: the one after that wakes them."""
+    serve(world)
+    rest(world)
+    _lend_all(world)
+    mine, lives = trainer(world), trainer(world).lives
+    for _ in range(2):
+        world.faults.arm("trainer.before_wake", mine.name)
+        go_on(world)
+        world.run_until(lambda: not mine.up, 20.0, "it dies", look_seconds=0.0)
+        world.run_until(lambda: mine.up, 10.0, "it is back", look_seconds=0.0)
+    expect(world, mine.lives > lives, f"{mine.lives} lives")
+    world.settle()
+
+
+@scenario(lends=True)
+def two_put_an_engine_to_sleep_and_each_wakes_it(world: World) -> None:
+    """Each one's word ends its own hold, and the last one's wakes it, in either order."""
+    serve(world)
+    rest(world)
+    one = life(world, "e1")
+    for first, second in (("ann", "bob"), ("bob", "ann")):
+        for owner in ("ann", "bob"):
+            one.work.sleep(ee.SleepRequested(owner, 1), nothing)
+        pass_time(world, 1.0)
+        one.work.wake(ee.WakeRequested(first, True), nothing)
+        pass_time(world, 1.0)
+        expect(world, one.engine.residency is Residency.ASLEEP, f"it sleeps for {second}")
+        one.work.wake(ee.WakeRequested(second, True), nothing)
+        world.run_until(lambda: one.open, 5.0, "it serves again")
+    go_on(world)
+    world.settle()
+
+
+@scenario(lends=True)
+def a_trainer_is_fenced_while_it_holds_devices(world: World) -> None:
+    """Nobody starts it again, and its successor has another name: a person wakes what slept for it."""
+    serve(world)
+    rest(world)
+    zombie = trainer(world)
+    _lend_all(world)
+    zombie.pause()
+    team(world).new_trainer(takeover=True)
+    pass_time(world, 3.0)
+    expect(world, _sleeping(world) == len(team(world).shared), "its successor wakes nothing")
+    go_on(world)
+    zombie.resume()
+    world.run_until(lambda: zombie.fenced, 10.0, "it is fenced")
+    world.settle()
+
+
+def _sleeping(world: World) -> int:
+    return sum(a.present.engine.residency is Residency.ASLEEP for a in team(world).shared)
+
+
+def _lend_all(world: World) -> None:
+    """The trainer holds its devices, its engines sleep, and the coordinator knows."""
+    mine = trainer(world)
+    mine.devices.take(nothing)
+
+    def lent() -> bool:
+        held = world.coordinator.core.trainers[mine.model].holds_devices
+        return held and _sleeping(world) == len(team(world).shared)
+
+    world.run_until(lent, 10.0, "its engines sleep")
+    pass_time(world, 2.0)

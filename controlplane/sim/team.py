@@ -1,0 +1,93 @@
+"""One model of the run: its engines, its trainers, and what is well with it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from controlplane.core.versions import WeightVersion
+from controlplane.sim.agent import Agent, Seat
+from controlplane.sim.settings import GROUPS, ModelSpec
+from controlplane.sim.trainer import Trainer
+
+if TYPE_CHECKING:
+    from controlplane.sim.world import World
+
+UNIT_SIZE = 2
+
+
+class Team:
+    """A frozen model has no trainers: its engines serve what they loaded."""
+
+    def __init__(self, world: World, spec: ModelSpec, engines: int, *, units: bool, lends: bool) -> None:
+        """`units`: the engines serve in pairs, a last one alone. `lends`: half of them share their trainer's devices,
+        and sleep while it trains."""
+        self.world = world
+        self.spec = spec
+        self.borrows = False
+        """Its trainers take the shared devices between pushes."""
+        self.rests = False
+        """Its trainers push nothing now."""
+        content = world.next_content() if spec.frozen else None
+        seats = [self._seat(i, engines if units else 0) for i in range(engines)]
+        self.agents = {seat.name: Agent(world, spec, seat, content) for seat in seats}
+        self.shared = list(self.agents.values())[: (engines + 1) // 2] if lends else []
+        """Engines on the devices of whoever trains the model."""
+        self.trainers: list[Trainer] = []
+        """Those that were not fenced."""
+        self._trainers_made = 0
+
+    def _seat(self, index: int, in_units: int) -> Seat:
+        name = f"{self.spec.prefix}e{index}"
+        grouped = self.spec.prefix == "" and bool(self.world.policy.min_engines)
+        group = GROUPS[index % len(GROUPS)] if grouped else ""
+        paired = index < in_units // UNIT_SIZE * UNIT_SIZE
+        unit = f"pair{index // UNIT_SIZE}" if paired else ""  # of the model: others have units of that name too
+        return Seat(name, (f"gpu-{name}",), group, unit, UNIT_SIZE if paired else 0)
+
+    @property
+    def served(self) -> tuple[WeightVersion, ...]:
+        return self.world.coordinator.core.model(self.spec.name).served
+
+    # ---- trainers ----
+
+    def new_trainer(self, *, takeover: bool = False) -> Trainer:
+        trainer = Trainer(self, f"{self.spec.prefix}t{self._trainers_made}", takeover=takeover)
+        self._trainers_made += 1
+        self.trainers.append(trainer)
+        trainer.on_death = lambda: self._trainer_died(trainer)
+        trainer.start()
+        return trainer
+
+    def _trainer_died(self, trainer: Trainer) -> None:
+        """One that was fenced stays away; when none is left somebody starts a new one."""
+        if not trainer.fenced:
+            if self.world.launches:
+                self.world.restart(trainer)
+            return
+        self.trainers.remove(trainer)
+        if not self.trainers:
+            self.new_trainer(takeover=self.world.kernel.rng.random() < 0.5)
+
+    # ---- how it is ----
+
+    def well(self, above: int = 0) -> bool:
+        """Every engine serves a version above that number, and is routed to."""
+        core = self.world.coordinator.core
+        if not self.world.coordinator.up or not self.agents:
+            return False
+        if not any(v.number > above or self.spec.frozen for v in self.served):
+            return False
+        return all(
+            a.up and a.present.open and a.name in core.engines and core.routable(core.engines[a.engine_id])
+            for a in self.agents.values()
+        )
+
+    def describe(self) -> str:
+        core = self.world.coordinator.core
+        engines = ", ".join(f"{a.name} {a.present.describe() if a.up else 'down'}" for a in self.agents.values())
+        updates = [u for u in core.updates.values() if u.model == self.spec.name]
+        said = [f"{u.update_id} {u.phase.value} {u.cause}" for u in updates][-3:]
+        trainers = [f"{t.name} term {t.term} up {t.up}" for t in self.trainers]
+        served = list(map(str, self.served))
+        term = core.model(self.spec.name).term
+        return f"{self.spec.name} serves {served}, term {term}; {engines}; {said}; {trainers}"

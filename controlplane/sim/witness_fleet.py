@@ -1,0 +1,216 @@
+"""The witness's half that watches the coordinator: what it knows, decides, tells and routes to (INV-7 to INV-10)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from controlplane.core import fleet_events as fe
+from controlplane.core.engine_state import EngineState, HoldKind, Residency
+from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.update_transaction import Phase, UpdateTransaction
+from controlplane.core.versions import EngineId, Term, WeightVersion
+from controlplane.sim.witness_records import RecordWitness
+
+if TYPE_CHECKING:
+    from controlplane.sim.coordinator import Coordinator, FleetNews
+
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The last report of an engine that the coordinator took."""
+
+    session: int
+    place: EnginePlace
+    state: EngineState
+    gate_open: bool
+    at: float
+
+
+@dataclass(slots=True)
+class Lent:
+    """The last word of a trainer, whichever of the coordinator's lives it was said to."""
+
+    session: int
+    incarnation: str
+    ranks: tuple[RankPlace, ...]
+    holds: bool
+    at: float
+
+
+class FleetWitness(RecordWitness):
+    """Nothing in a `FleetCore` is asked whether it is right; what it knows is compared with what was delivered."""
+
+    def fleet(self, coordinator: Coordinator, event: fe.Event, effects: list[fe.Effect]) -> None:
+        """The coordinator decided `event`; nothing was told yet."""
+        self.coverage.fleet_events[type(event).__name__] += 1
+        core = coordinator.core
+        match event:
+            case fe.EngineConnected():
+                self._note_hello(coordinator, event)
+            case fe.EngineReported():
+                self._note_report(coordinator, event)
+            case fe.TrainerConnected():
+                self._note_trainer(event, effects)
+            case fe.TrainerReported():
+                self._note_lending(event)
+            case fe.Tick():
+                for engine_id in core.engines:
+                    self._check_record(coordinator, engine_id)
+            case _:
+                pass
+        for effect in effects:
+            if isinstance(effect, fe.Save):
+                self.check_record_to_write(coordinator, effect.record)
+
+    # ---- engines ----
+
+    def coordinator_paused(self, seconds: float) -> None:
+        """It stood still itself: what engines said meanwhile is still unread, so their silence does not count."""
+        self.delivered = {i: replace(d, at=d.at + seconds) for i, d in self.delivered.items()}
+
+    def _note_hello(self, coordinator: Coordinator, event: fe.EngineConnected) -> None:
+        engine_id, record = event.place.engine_id, coordinator.core.engines.get(event.place.engine_id)
+        if record is None or record.session != event.session:  # it obeys a later coordinator, and was sent away
+            return
+        self.engine_of[event.session] = engine_id
+        now = self._kernel.now
+        self.delivered[engine_id] = Delivered(event.session, event.place, event.state, event.gate_open, now)
+        self._check_record(coordinator, engine_id)
+
+    def _note_report(self, coordinator: Coordinator, event: fe.EngineReported) -> None:
+        engine_id = event.state.engine_id
+        last = self.delivered.get(engine_id)
+        record = coordinator.core.engines.get(engine_id)
+        if last is None or record is None or record.session != event.session:
+            return
+        self.check(last.state.incarnation == event.state.incarnation, "INV-8", "an old life's word was taken")
+        self.delivered[engine_id] = replace(last, state=event.state, gate_open=event.gate_open, at=self._kernel.now)
+        self._check_record(coordinator, engine_id)
+
+    def _check_record(self, coordinator: Coordinator, engine_id: EngineId) -> None:
+        """INV-8: what is known is what that incarnation said, and silence is UNKNOWN."""
+        record, last = coordinator.core.engines[engine_id], self.delivered[engine_id]
+        self.check(record.state == last.state, "INV-8", f"{engine_id} never said {record.state}")
+        if record.session is not None:
+            self.check(record.session == last.session, "INV-8", f"{engine_id}'s session is another's")
+            silent = self._kernel.now - last.at
+            self.check(silent <= self._ttl + 1e-6, "INV-8", f"{engine_id} was silent for {silent} s and is not UNKNOWN")
+        self._check_route(coordinator, engine_id, coordinator.core.model(last.state.model).served)
+
+    def gives_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
+        """To a client: by what is on the disk."""
+        model = self.delivered[engine_id].state.model
+        self._check_route(coordinator, engine_id, coordinator.ledger.kept.served.get(model, ()))
+
+    def _check_route(self, coordinator: Coordinator, engine_id: EngineId, served: tuple[WeightVersion, ...]) -> None:
+        """INV-10: the engine, and its whole unit, serve one version."""
+        core = coordinator.core
+        if not core.routable(core.engines[engine_id]):
+            return
+        last = self.delivered[engine_id]
+        version = last.state.applied
+        self.check(version in served, "INV-10", f"{engine_id} is routable, holds {version}, served is {served}")
+        assert version is not None
+        missing = self._apart(coordinator, last.place, version, open_too=True)
+        self.check(not missing, "INV-10" if not last.place.unit else "units", f"{engine_id} is routable: {missing}")
+
+    def _apart(self, coordinator: Coordinator, place: EnginePlace, version: WeightVersion, *, open_too: bool) -> str:
+        """Who of an engine's unit does not hold that version with its gate open, by their last words; empty: nobody."""
+        core = coordinator.core
+        if place.unit:
+            model = self.delivered[place.engine_id].state.model
+            there = [(i, d) for i, d in self.delivered.items() if i in core.engines and d.state.model == model]
+            unit = [i for i, d in there if d.place.unit == place.unit]
+            if len(unit) < place.unit_size:
+                return f"{place.unit} has only {unit}"
+        else:
+            unit = [place.engine_id]
+        for engine_id in unit:
+            last = self.delivered[engine_id]
+            heard = core.engines[engine_id].session in coordinator.sessions
+            if not heard or last.state.applied != version or (open_too and not last.gate_open):
+                return f"{engine_id} holds {last.state.applied}, gate {last.gate_open}, heard {heard}"
+        return ""
+
+    # ---- trainers ----
+
+    def _note_trainer(self, event: fe.TrainerConnected, effects: list[fe.Effect]) -> None:
+        if any(isinstance(x, fe.Welcome) for x in effects):
+            before = self.lent.get(event.model)
+            same = before is not None and before.incarnation == event.incarnation
+            holds = same and before is not None and before.holds
+            self.model_of[event.session] = event.model
+            self.lent[event.model] = Lent(event.session, event.incarnation, event.ranks, holds, self._kernel.now)
+
+    def _note_lending(self, event: fe.TrainerReported) -> None:
+        model = self.model_of.get(event.session)
+        lent = self.lent.get(model) if model is not None else None
+        if lent is not None and lent.session == event.session:
+            lent.holds, lent.at = event.holds_devices, self._kernel.now
+
+    def carries(self, coordinator: Coordinator, carry: fe.Carry) -> None:
+        """It begins now. INV-7: a catch-up brings what is served; devices that are lent are nobody else's."""
+        last, model = self.delivered[carry.engine.engine_id], carry.checkpoint.model
+        kept, core = coordinator.ledger.kept, coordinator.core
+        self.check(last.state.model == model, "models", f"{carry.engine.engine_id} would be given {model}")
+        able = last.state.residency is Residency.AWAKE and last.state.held_by(HoldKind.DRAINING) is None
+        self.check(able, "sleep", f"{carry.update_id} goes to {last.state}")
+        lent = self.lent.get(model)
+        if lent is not None and lent.holds and self._kernel.now < max(lent.at, self.began_at) + self._ttl:
+            shared = [r for r in lent.ranks if r.device_uuid in last.place.device_uuids]
+            self.check(not shared, "devices", f"{carry.update_id} goes to {last.place}, whose devices are lent")
+        if not carry.waits_for_go:
+            self.check(carry.version in kept.served.get(model, ()), "INV-7", f"{carry} is not served")
+            self.check(core.open_update(model) is None, "INV-7", f"{carry.update_id} begins in an update")
+            self.check(not core.recovering, "restart", f"{carry.update_id} begins before the fleet is known")
+
+    # ---- decisions ----
+
+    def holders(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]:
+        """Engines of an update that hold its version, by their last words, and are not known to be gone."""
+        return {o.engine_id for o in update.outcomes.values() if self._holds_it(coordinator, o.engine_id, update)}
+
+    def _holds_it(self, coordinator: Coordinator, engine_id: EngineId, update: UpdateTransaction) -> bool:
+        last, record = self.delivered.get(engine_id), coordinator.core.engines.get(engine_id)
+        if last is None or record is None or last.state.incarnation != update.outcomes[engine_id].incarnation:
+            return False
+        alive = record.session is not None or self._kernel.now - last.at <= self._ttl + 1e-6
+        return alive and last.state.applied == update.version
+
+    # ---- what the coordinator tells (INV-9: it is on the disk before) ----
+
+    def told_state(self, coordinator: Coordinator, session: int, news: FleetNews) -> None:
+        kept = coordinator.ledger.kept
+        engine_id = self.engine_of.get(session)
+        own = self.delivered.get(engine_id) if engine_id is not None else None
+        for model in news.models:
+            on_disk = kept.served.get(model.name, ())
+            told, whole = set(model.served), set(on_disk)
+            if own is not None and own.session == session and own.place.unit and own.state.model == model.name:
+                self.check(told <= whole, "INV-9", f"{told} is told, {on_disk} is on disk")
+                for version in told:
+                    missing = self._apart(coordinator, own.place, version, open_too=False)
+                    self.check(not missing, "units", f"{own.place.engine_id} is told to serve {version}: {missing}")
+            else:
+                self.check(told == whole, "INV-9", f"{told} is told, {on_disk} is on disk")
+            self.check(model.term == kept.terms.get(model.name, 0), "INV-9", f"term {model.term} is told, not written")
+
+    def told_term(self, coordinator: Coordinator, session: int, term: Term) -> None:
+        model = self.model_of[session]
+        self.check(coordinator.ledger.kept.terms.get(model) == term, "INV-9", f"term {term} is told and not on disk")
+
+    def told_plan(self, coordinator: Coordinator, request_id: str, update: UpdateTransaction) -> None:
+        kept = coordinator.ledger.kept
+        self.check(update.update_id in kept.began, "INV-9", f"{update.update_id} is told and not on disk")
+        given = self.answers.get(request_id)
+        self.check(given == update.version, "requests", f"{request_id} was given {given}, told is {update.version}")
+
+    def told_phase(self, coordinator: Coordinator, update_id: str, phase: Phase) -> None:
+        kept = coordinator.ledger.kept
+        if phase is Phase.GO:
+            self.check(update_id in kept.went_go, "INV-9", f"go of {update_id} is told and not on disk")
+        elif phase.final:
+            decided = kept.decided.get(update_id)  # type: ignore[call-overload]
+            good = decided is not None and decided.phase is phase
+            self.check(good, "INV-9", f"{phase.value} of {update_id} is told and not on disk")

@@ -1,0 +1,197 @@
+"""An engine agent's work on its engine: installs, sleep, wake and the gate, one at a time, as `engine_agent.life`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from controlplane.core import engine_events as ee
+from controlplane.core import errors as e
+from controlplane.core.engine_state import HoldKind, Poisoned, Timings
+from controlplane.core.engine_state import Life as LifeWord
+from controlplane.sim.engine import InstallEnding, Turns
+from controlplane.sim.kernel import Action
+
+if TYPE_CHECKING:
+    from controlplane.sim.agent import Life
+
+INSTALL_SECONDS = (0.02, 0.4)
+SLEEP_SECONDS = (0.02, 0.4)
+
+
+class EngineWork:
+    """That of one incarnation."""
+
+    def __init__(self, life: Life) -> None:
+        self.scheduler_runs = True
+        self._life = life
+        self._world = life.world
+        self._engine = life.engine
+        self._turns = Turns()
+        self._looks = False
+
+    @property
+    def idle(self) -> bool:
+        return self._turns.idle
+
+    def _some(self, part: float) -> float:
+        return part * self._world.kernel.rng.uniform(*INSTALL_SECONDS)
+
+    # ---- installs ----
+
+    def start_install(self, effect: ee.StartInstall) -> None:
+        """From here on the agent owns the update."""
+        ending = self._world.faults.install_ending(self._life.agent.name)
+        self._turns.take(
+            lambda: self._life.after(self._some(0.1), lambda: self._quiesce(effect.stream, effect.update, ending))
+        )
+
+    def _quiesce(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+        self._world.faults.point(self._life.agent, "engine.before_install")
+        self._stop_scheduler()
+        self._life.after(self._some(0.5), lambda: self._install(stream, update, ending))
+
+    def _install(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+        name, version = self._life.agent.name, str(update.version)
+        if ending is InstallEnding.NOT_QUIET:
+            touched = self._life.core.state.weights != update.held_before
+            self._failed(stream, e.DeadlineExceeded("quiesce", "the last tokens", 1.0), touched=touched)
+            return
+        if ending is InstallEnding.LOST_QUIETING:
+            self._lost(stream, e.EngineDied(engine_id=name, cause="killed while it became quiet"))
+            return
+        self._life.apply(ee.Quiesced())
+        if ending is InstallEnding.UNTOUCHED:
+            self._failed(stream, e.InstallFailed(name, version, False, "no byte could be read"), touched=False)
+            return
+        self._world.faults.point(self._life.agent, "engine.mid_install")
+        self._world.witness.install_begins(self._life)
+        self._engine.install_begins()
+        seconds = self._some(1.0) + self._world.faults.slow_install(self._life)
+        self._life.after(seconds, lambda: self._loaded(stream, update, ending))
+
+    def _loaded(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+        name, version = self._life.agent.name, str(update.version)
+        if ending is InstallEnding.TOUCHED:
+            self._failed(stream, e.InstallFailed(name, version, True, "a worker failed"), touched=True)
+        elif ending is InstallEnding.TIMED_OUT:
+            self._lost(stream, e.InstallTimedOut(name, version, 1.0))
+        elif ending is InstallEnding.DIED:
+            self._lost(stream, e.EngineDied(engine_id=name, cause="killed in mid-install"))
+        else:
+            staged = self._life.staged[stream]
+            self._world.witness.check(not staged.closed, "INV-12", f"{self._life} reads what was dropped")
+            self._engine.install_worked(staged.digest())
+            self._life.after(self._some(0.3), lambda: self._spoke(stream, update, ending))
+
+    def _spoke(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+        self._world.faults.point(self._life.agent, "engine.after_install")
+        if ending is InstallEnding.CANARY:
+            error = e.CanaryFailed(self._life.agent.name, str(update.version), "a logprob is not finite")
+            self._failed(stream, error, touched=True)
+            return
+        self._life.apply(ee.CanaryPassed(Timings()))
+        self._install_over(stream)
+
+    def _failed(self, stream: int, error: e.WeightplaneError, *, touched: bool) -> None:
+        self._world.witness.refused(error)
+        self._life.apply(ee.InstallEnded(error, touched))
+        if touched:
+            self._life.requests.abort_all()
+        self._install_over(stream)
+
+    def _lost(self, stream: int, error: e.WeightplaneError) -> None:
+        """An unknown outcome: the processes go, and a new incarnation takes their place."""
+        self._failed(stream, error, touched=True)
+        self._life.die(str(error))
+
+    def _install_over(self, stream: int) -> None:
+        self._life.drop(stream)
+        self._turns.done()
+
+    # ---- sleep ----
+
+    def sleep(self, event: ee.SleepRequested, told: Action) -> None:
+        """Free the devices; `told` when they are free. Raises the core's refusals."""
+        starts = next((x.level for x in self._life.apply(event) if isinstance(x, ee.StartSleep)), None)
+        self._turns.take(lambda: self._sleep(starts, told))
+
+    def _sleep(self, level: int | None, told: Action) -> None:
+        """None: somebody else's sleep was waited for."""
+        if level is None:
+            self._over(told)
+            return
+        self._stop_scheduler()
+        self._life.after(self._world.kernel.rng.uniform(*SLEEP_SECONDS), lambda: self._slept(level, told))
+
+    def _slept(self, level: int, told: Action) -> None:
+        self._world.faults.point(self._life.agent, "engine.mid_sleep")
+        if self._world.faults.engine_fails():
+            self._life.die("it does not sleep")
+            return
+        self._engine.sleep(level)
+        self._world.witness.check_memory(self._life, at_rest=False)
+        self._over(told)
+
+    def wake(self, event: ee.WakeRequested, told: Action) -> None:
+        """Take the devices again; `told` when that is done. Raises the core's refusals."""
+        self._life.devices_given(event.owner)
+        starts = any(isinstance(x, ee.StartWake) for x in self._life.apply(event))
+        self._turns.take(lambda: self._wake(event.kv if starts else None, told))
+
+    def _wake(self, kv: bool | None, told: Action) -> None:
+        """None: it was awake."""
+        if kv is None:
+            self._over(told)
+            return
+        self._life.after(self._world.kernel.rng.uniform(*SLEEP_SECONDS), lambda: self._woke(kv, told))
+
+    def _woke(self, kv: bool, told: Action) -> None:
+        self._world.faults.point(self._life.agent, "engine.mid_wake")
+        if self._world.faults.engine_fails():
+            self._life.die("it does not wake")
+            return
+        self._engine.wake(kv=kv)
+        self._life.apply(ee.Woke(kv))
+        self._over(told)
+
+    def _over(self, told: Action) -> None:
+        told()
+        self._turns.done()
+        self._world.witness.check_memory(self._life, at_rest=self.idle)
+
+    # ---- the gate ----
+
+    def look_at_gate(self) -> None:
+        """Level-triggered: the scheduler runs exactly while `_may_step`."""
+        if not self._looks:
+            self._looks = True
+            self._life.after(0.0, lambda: self._turns.take(self._follow_gate))
+
+    def _follow_gate(self) -> None:
+        self._looks = False
+        state, steps = self._life.core.state, self._may_step()
+        if isinstance(state.weights, Poisoned):
+            self._life.requests.abort_all()
+        if steps and not self.scheduler_runs and state.applied is not None:
+            self._life.requests.release(state.applied)
+            self._engine.running = self.scheduler_runs = True
+            self._life.requests.look_again()
+        elif not steps and self.scheduler_runs and state.life is LifeWord.RUNNING and not state.installing:
+            self._stop_scheduler()  # an install does it itself
+        self._turns.done()
+
+    def _may_step(self) -> bool:
+        """The gate is open, or only draining shuts it: nobody enters, and who is in goes on to the end."""
+        state, served = self._life.core.state, self._life.core.served
+        others = frozenset(h for h in state.holds if h.kind is not HoldKind.DRAINING)
+        if others != state.holds and self.scheduler_runs and state.applied is not None:
+            served |= {state.applied}
+        return replace(state, holds=others).gate_open(served)
+
+    def _stop_scheduler(self) -> None:
+        if self.scheduler_runs:
+            self._engine.running = self.scheduler_runs = False
+            self._life.requests.draw_border()
+            if self._world.faults.spans_disagree():
+                self._life.apply(ee.SpansDisagreed("our account of a request is not the engine's"))
