@@ -19,6 +19,7 @@ import structlog
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
+from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
@@ -43,8 +44,6 @@ from weightplane.v1 import (
 
 log = structlog.get_logger(__name__)
 
-CHECKPOINT = "checkpoint"
-"""Capability: it reads checkpoints by itself."""
 RESTART_WAIT_SECONDS = (1.0, 30.0)
 """First and longest wait before a dead engine is replaced; doubled in between."""
 

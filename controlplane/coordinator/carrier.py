@@ -65,8 +65,8 @@ class Carrier:
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))
 
     async def _bring(self, stub: Any, carry: Carry) -> None:
-        ready = asyncio.Event()
-        call = stub.UpdateWeights(self._frames(carry, ready))
+        ready, over = asyncio.Event(), asyncio.Event()
+        call = stub.UpdateWeights(self._frames(carry, ready, over))
         try:
             async for response in call:
                 kind = response.WhichOneof("frame")
@@ -76,12 +76,17 @@ class Carrier:
                     return
             raise UpdateAborted(update_id=carry.update_id, cause="the engine ended the stream")
         finally:
+            over.set()
+            ready.set()
             call.cancel()
 
-    async def _frames(self, carry: Carry, ready: asyncio.Event) -> AsyncIterator[Request]:
-        """`open`; once the engine read and checked everything, and the fleet goes, `commit` (INV-3)."""
+    async def _frames(self, carry: Carry, ready: asyncio.Event, over: asyncio.Event) -> AsyncIterator[Request]:
+        """`open`; once the engine read and checked everything, and the fleet goes, `commit` (INV-3). `over`: the answer
+        was heard, or will not come."""
         yield Request(open=self._open(carry))
         await ready.wait()
+        if over.is_set():
+            return
         if carry.waits_for_go and not await self._goes(carry):
             yield Request(abort=weight_update_pb2.Abort(version=version_to_proto(carry.version), reason="given up"))
             return
@@ -93,7 +98,7 @@ class Carrier:
             content_digest=kept.content_digest,
         )
         yield Request(commit=commit)
-        await asyncio.Event().wait()  # the answer ends the call
+        await over.wait()  # the answer ends the call
 
     def _open(self, carry: Carry) -> weight_update_pb2.UpdateOpen:
         kept = carry.checkpoint

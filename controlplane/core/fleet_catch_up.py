@@ -26,6 +26,8 @@ from controlplane.core.fleet_updates import advance
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, ModelName, UpdateId, WeightVersion
 
+CHECKPOINT = "checkpoint"
+"""Capability of an engine whose agent reads checkpoints by itself."""
 MAX_CHECKPOINTS = 16
 """Of one model, known at once; the oldest that are not served are forgotten first."""
 RETRY_SECONDS = (1.0, 60.0)
@@ -66,6 +68,7 @@ def _needs_it(book: Book, record: EngineRecord, version: WeightVersion, now: flo
     tries = book.carry_tries.get(engine_id)
     return (
         record.able
+        and CHECKPOINT in record.capabilities
         and not book.lent(record)
         and not book.holds_served(record.state)
         and (applied is None or applied.number < version.number)

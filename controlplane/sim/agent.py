@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from controlplane.sim.world import World
 
 START_SECONDS = (0.1, 1.5)
-CAPABILITIES = frozenset({"staged", "sleep"})
+CAPABILITIES = frozenset({"staged", "sleep", "checkpoint"})
 Command = Callable[["Life", Action], None]
 """Of a caller of Lifecycle: what to do with the life that it means, and what to do when that is done."""
 

@@ -113,6 +113,14 @@ def test_nobody_is_carried_to_on_devices_that_a_trainer_holds() -> None:
     assert [c.engine.engine_id for c in carries(f)] == ["e0", "shared"]
 
 
+def test_an_engine_that_reads_no_checkpoints_is_left_to_the_next_push() -> None:
+    f, engines, _ = served()
+    f.core.engines[EngineId("e0")].capabilities = ("staged",)
+    f.report(engines["e0"], "e0", weights=Poisoned("spans"))
+    f.handle(events.Tick())
+    assert carries(f) == []
+
+
 def test_a_carry_that_failed_is_tried_again_after_a_growing_pause() -> None:
     f, engines, _ = served()
     f.report(engines["e0"], "e0", weights=Poisoned("spans"))

@@ -81,7 +81,7 @@ class Fleet:
         uuids = tuple(DeviceUuid(d) for d in devices or (f"dev-{name}",))
         place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", uuids, group, unit, unit_size, life)
         self.states[name] = state
-        self.handle(events.EngineConnected(self.sessions, place, state, False, (), Term(0), Term(0)))
+        self.handle(events.EngineConnected(self.sessions, place, state, False, ("checkpoint",), Term(0), Term(0)))
         return self.sessions
 
     def report(self, session: int, name: str, **changes: object) -> list[events.Effect]:

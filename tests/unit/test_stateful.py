@@ -207,7 +207,11 @@ class FleetMachine(RuleBasedStateMachine):
         session = agent.session = self.next_id()
         self.said[name] = (state, gate)
         core = agent.core
-        self.handle(fe.EngineConnected(session, place, state, gate, (), core.term, core.coordinator_term, core.number))
+        self.handle(
+            fe.EngineConnected(
+                session, place, state, gate, ("checkpoint",), core.term, core.coordinator_term, core.number
+            )
+        )
         self.tell(agent)
 
     @rule(name=NAMES, twice=st.booleans())
