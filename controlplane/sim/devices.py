@@ -36,6 +36,8 @@ class Devices:
 
     def __init__(self, trainer: Trainer) -> None:
         self.held = False
+        self.busy = False
+        """Engines are being put to sleep, or woken."""
         self._trainer = trainer
         self._world = trainer.world
         self._round = 0
@@ -46,7 +48,7 @@ class Devices:
     def take(self, then: Action) -> None:
         """Put the engines to sleep and train; `then` when that is over. Engines that do not sleep end it."""
         self._round += 1
-        self.held = True
+        self.held = self.busy = True
         self._trainer.tell()
         asked = self._round
         waiting = {agent.name for agent in self._trainer.team.shared}
@@ -57,6 +59,7 @@ class Devices:
             waiting.discard(agent.name)
             if not waiting and self._round == asked:
                 self._round += 1
+                self.busy = False
                 self._trainer.after(self._world.kernel.rng.uniform(*TRAIN_SECONDS), then)
 
         for agent in self._trainer.team.shared:
@@ -67,6 +70,7 @@ class Devices:
     def _give_up(self, asked: int, then: Action) -> None:
         if self._round == asked:
             self._round += 1
+            self.busy = False
             then()
 
     # ---- give ----
@@ -79,12 +83,13 @@ class Devices:
         if not waiting:
             then()
             return
+        self.busy = True
 
         def awake(agent: Agent) -> None:
             waiting.discard(agent.name)
             if not waiting and self._round == asked:
                 self._round += 1
-                self.held = False
+                self.held = self.busy = False
                 self._trainer.tell()
                 then()
 

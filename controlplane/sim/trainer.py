@@ -162,6 +162,9 @@ class Trainer(Process):
         self.devices.give(self._push_awake)
 
     def _push_awake(self) -> None:
+        if self.team.rests:
+            self._push()
+            return
         self.push = Push(self)
         self.push.begin()
 

@@ -100,7 +100,7 @@ def rest(world: World) -> None:
 
     def over() -> bool:
         pushes = [t.push for t in world.trainers if t.push is not None]
-        return all(p.over for p in pushes) and world.well()
+        return all(p.over for p in pushes) and not any(t.devices.busy for t in world.trainers) and world.well()
 
     world.run_until(over, 30.0, "nothing is pushed", look_seconds=0.0)
 
