@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real sim mutants kill-matrix bench check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real sim mutants kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -41,6 +41,9 @@ mutants: setup ## remove each invariant's check in turn: some test must catch it
 
 kill-matrix: setup ## kill each process at each phase of an update; writes docs/failures.md (up to 25 minutes)
 	$(BIN)/python -m tests.kill_matrix.run --write docs/failures.md
+
+sweep: setup ## split models in every way over real Megatron ranks (4, or RANKS=8): each must yield its checkpoint
+	$(BIN)/python -m tests.sweep.run --ranks $(or $(RANKS),4)
 
 bench: setup ## what the control plane itself costs
 	$(BIN)/python bench/control_cost.py

@@ -1,13 +1,19 @@
 """Where a trainer's weights come from: the port that `TrainerRank` pushes from.
 
-It has the shape of vLLM's own `WeightSource` (`metadata()` and iteration agree element for element),
-with two additions: ties, and that *every* rank which iterates yields *every* tensor, whole.
+`WeightSource` is what a push needs. `LayerwiseSource`, which every source of ours is, has besides all that vLLM
+0.32's own `vllm.distributed.weight_transfer.base.WeightSource` has, under the same names and with the same
+meanings: `metadata()` and iteration agree element for element, `held_names`, `groups` and `iter_groups` are theirs.
+So vLLM's trainer engines take our sources too. Ours have two additions: ties, and that *every* rank which
+iterates yields *every* tensor, whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from controlplane.core.errors import LayoutInvalid
 
 if TYPE_CHECKING:
     import torch
@@ -38,3 +44,77 @@ class WeightSource(Protocol):
         ...
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+class LayerwiseSource(ABC):
+    """A `WeightSource` that vLLM's trainer engines take as theirs."""
+
+    @abstractmethod
+    def metadata(self) -> list[ParamMeta]:
+        """The same on every rank, in the order of iteration, without transferring anything."""
+
+    @abstractmethod
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A fresh pass over all tensors, as `WeightSource` says."""
+
+    def ties(self) -> Sequence[tuple[str, str]]:
+        """(alias, source) pairs. None, unless a source says otherwise."""
+        return ()
+
+    def held_names(self) -> Collection[str] | None:
+        """The tensors that this rank yields, or None for all of them: what our sources always answer."""
+        return None
+
+    def groups(self) -> list[list[str]]:
+        """`layerwise_groups` of the metadata's names, restricted to those in which something is held here."""
+        groups = layerwise_groups([m.name for m in self.metadata()])
+        held = self.held_names()
+        return groups if held is None else [g for g in groups if any(name in held for name in g)]
+
+    def iter_groups(self) -> Iterator[tuple[list[str], list[torch.Tensor]]]:
+        """One pass, a group at a time: (names, tensors). A group's tensors are held in memory together.
+
+        Raises:
+            LayoutInvalid: the iteration does not follow the groups.
+        """
+        tensors = iter(self)
+        for group in self.groups():
+            found = [_expected(name, next(tensors, None)) for name in group]
+            yield group, found
+        for name, _ in tensors:
+            raise LayoutInvalid(problem="the source yields a tensor that is in none of its groups", names=[name])
+
+
+def layerwise_groups(names: Sequence[str]) -> list[list[str]]:
+    """Names by decoder layer: by the outermost number in each, in rising order, one stack of layers after another.
+
+    Names without a number come first when they stand before all layers, else last. The same partition as
+    `vllm.distributed.weight_transfer.base.layerwise_groups`.
+    """
+    before: list[str] = []
+    after: list[str] = []
+    stacks: dict[str, dict[int, list[str]]] = {}
+    for name in names:
+        prefix, number = _layer_of(name)
+        if number is None:
+            (after if stacks else before).append(name)
+        else:
+            stacks.setdefault(prefix, {}).setdefault(number, []).append(name)
+    layers = [stack[number] for stack in stacks.values() for number in sorted(stack)]
+    return [group for group in (before, *layers, after) if group]
+
+
+def _layer_of(name: str) -> tuple[str, int | None]:
+    parts = name.split(".")
+    for i, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[:i]), int(part)
+    return name, None
+
+
+def _expected(name: str, got: tuple[str, torch.Tensor] | None) -> torch.Tensor:
+    if got is None:
+        raise LayoutInvalid(problem="the source ended without a tensor that metadata() states", names=[name])
+    if got[0] != name:
+        raise LayoutInvalid(problem=f"the source yields {got[0]} where its groups have", names=[name])
+    return got[1]

@@ -14,11 +14,23 @@ if TYPE_CHECKING:
     from controlplane.rollout.client import RolloutClient
     from trainer_agent.megatron.source import MegatronSource
     from trainer_agent.rank import TrainerRank
+    from trainer_agent.sources.iterable import IterableSource
+    from trainer_agent.sources.module import ModuleSource
 
-__all__ = ["MegatronSource", "RolloutClient", "SamplingSettings", "TrainerRank", "WeightVersion"]
+__all__ = [
+    "IterableSource",
+    "MegatronSource",
+    "ModuleSource",
+    "RolloutClient",
+    "SamplingSettings",
+    "TrainerRank",
+    "WeightVersion",
+]
 
 _HOMES = {
+    "IterableSource": "trainer_agent.sources.iterable",
     "MegatronSource": "trainer_agent.megatron.source",
+    "ModuleSource": "trainer_agent.sources.module",
     "RolloutClient": "controlplane.rollout.client",
     "SamplingSettings": "controlplane.core.sampling",
     "TrainerRank": "trainer_agent.rank",

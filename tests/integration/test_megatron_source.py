@@ -16,36 +16,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.megatron_job import GATHER_DEADLINE_SECONDS, Case
-from trainer_agent.demo.models import random_model
+from tests.support.hf_models import save_random
+from tests.support.megatron_job import GATHER_DEADLINE_SECONDS, GROUPED, Case
 
 pytestmark = pytest.mark.real
 
 JOB_TIMEOUT_SECONDS = 240
-SMALL: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 128,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "hidden_act": "silu",
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-}
+FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 MODELS: dict[str, dict[str, Any]] = {
-    "llama-tied": {"model_type": "llama", "tie_word_embeddings": True},
-    "llama-untied": {"model_type": "llama", "tie_word_embeddings": False, "vocab_size": 250},
-    "qwen2-tied": {"model_type": "qwen2", "tie_word_embeddings": True, "head_dim": 16, "vocab_size": 251},
-    "qwen2-untied": {"model_type": "qwen2", "tie_word_embeddings": False, "head_dim": 16},
-    "qwen3-untied": {"model_type": "qwen3", "tie_word_embeddings": False},
-    "llama-bf16": {"model_type": "llama", "tie_word_embeddings": True},
+    f"{family}-{kind}": {"family": family, "tied": kind == "tied"} for family in FAMILIES for kind in ("tied", "untied")
 }
+MODELS |= {f"{family}-bf16": {"family": family, "tied": True, "dtype": "bfloat16"} for family in ("llama", "qwen3_moe")}
 DENSE = ["llama-tied", "llama-untied", "qwen2-tied", "qwen2-untied", "qwen3-untied"]
 CASES = [
     *[Case(model, tensor_parallel=2) for model in DENSE],
@@ -53,22 +34,34 @@ CASES = [
     Case("llama-bf16", dtype="bfloat16", tensor_parallel=2),
     Case("llama-bf16", dtype="bfloat16", pipeline_parallel=2),
     Case("llama-untied", tensor_parallel=2, vocab_multiple=64, sequence_parallel=True),
-    Case("llama-tied", pipeline_parallel=2, virtual_pipeline=2),
+    Case("llama-tied", pipeline_parallel=2, virtual_pipeline=2, train=False),
     Case("llama-tied", distributed_optimizer=True),
+    Case("mixtral-untied", expert_parallel=2),
+    Case("mixtral-untied", expert_parallel=2, distributed_optimizer=True),
+    Case("qwen2_moe-tied", pipeline_parallel=2),
+    Case("qwen3_moe-untied", tensor_parallel=2, sequence_parallel=True),
+    Case("qwen3_moe-bf16", dtype="bfloat16", expert_parallel=2),
 ]
-TRAINED = [case for case in CASES if case.virtual_pipeline == 1]
+TRAINED = [case for case in CASES if case.train]
 FLOAT32 = [case for case in TRAINED if case.dtype == "float32"]
-REFERENCES = [Case(model) for model in DENSE]
+COMPARABLE = [case for case in TRAINED if case.dtype == "float32" or "moe" not in case.model]
+"""A router that computes in bfloat16 may choose another expert than one in float32: then nothing is alike."""
+REFERENCES = [Case(model) for model in sorted({case.model for case in FLOAT32})]
+WHOLE = [
+    *[Case(model, train=False) for model in MODELS if not model.endswith("bf16")],
+    *[Case(f"{family}-untied", vocab_multiple=64, train=False) for family in FAMILIES],
+]
+"""Each family's models on one rank, and with a padded vocabulary."""
 
+FAULTS = ["grouped", "misfits", "offloaded", "leave_early", "stay_away"]
 Facts = dict[str, list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name, changes in MODELS.items():
-        dtype = torch.bfloat16 if name.endswith("bf16") else torch.float32
-        random_model(root / name, SMALL | changes, seed=11, dtype=dtype)
+    for name, kind in MODELS.items():
+        save_random(root / name, **kind)
     return root
 
 
@@ -90,7 +83,7 @@ def run_job(world: int, models: Path, out: Path, cases: Sequence[Case], *extra: 
         for rank in ranks:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
-    names = ["shim", *[case.name for case in cases]] + (["misfits", "leave-early"] if extra else [])
+    names = ["shim", *[case.name for case in cases]] + (FAULTS if extra else [])
     return {n: [json.loads((out / f"{n}.rank{r}.json").read_text()) for r in range(world)] for n in names}
 
 
@@ -101,7 +94,7 @@ def facts(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
 
 @pytest.fixture(scope="module")
 def alone(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Facts:
-    return run_job(1, models, tmp_path_factory.mktemp("one") / "out", REFERENCES)
+    return run_job(1, models, tmp_path_factory.mktemp("one") / "out", [*REFERENCES, *WHOLE])
 
 
 def digests(model_dir: Path) -> dict[str, str]:
@@ -120,6 +113,16 @@ def test_what_was_loaded_is_exported_bit_for_bit_on_every_rank(case: Case, facts
         assert rank["loaded"] == checkpoint
 
 
+@pytest.mark.parametrize("case", WHOLE, ids=ids(WHOLE))
+def test_every_familys_checkpoint_comes_back_bit_for_bit_and_means_the_same(
+    case: Case, alone: Facts, models: Path
+) -> None:
+    """The checkpoint is transformers' own: its names, its files. The logits are of whole sequences."""
+    (rank,) = alone[case.name]
+    assert rank["loaded"] == digests(models / case.model)
+    assert rank["logit_error"] <= 1e-5
+
+
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_metadata_is_the_same_on_every_rank_and_agrees_with_iteration(case: Case, facts: Facts, models: Path) -> None:
     first, second = facts[case.name]
@@ -133,7 +136,7 @@ def test_metadata_is_the_same_on_every_rank_and_agrees_with_iteration(case: Case
 
 @pytest.mark.parametrize("case", CASES, ids=ids(CASES))
 def test_a_tied_output_layer_is_a_tie_and_has_no_bytes(case: Case, facts: Facts) -> None:
-    tied = MODELS[case.model]["tie_word_embeddings"]
+    tied = MODELS[case.model]["tied"]
     for rank in facts[case.name]:
         assert rank["ties"] == ([["lm_head.weight", "model.embed_tokens.weight"]] if tied else [])
         assert ("lm_head.weight" in rank["loaded"]) is not tied
@@ -147,7 +150,7 @@ def test_every_tensor_changes_in_training_and_every_rank_exports_the_same(case: 
     assert unchanged == []
 
 
-@pytest.mark.parametrize("case", TRAINED, ids=ids(TRAINED))
+@pytest.mark.parametrize("case", COMPARABLE, ids=ids(COMPARABLE))
 def test_the_export_means_to_transformers_what_it_means_to_megatron(case: Case, facts: Facts) -> None:
     tolerance = 0.1 if case.dtype == "bfloat16" else 1e-5
     ranks = facts[case.name]
@@ -175,11 +178,40 @@ def test_a_model_that_is_not_its_config_is_refused_by_every_rank_alike(facts: Fa
     assert "decoder.layers.4.mlp.linear_fc1.weight is on no stage" in first["layers"]
     assert "decoder.layers.3.mlp.linear_fc1.weight has no mapping" in first["fewer_layers"]
     assert "the config declares (192, 64)" in first["ffn"]
+    assert "tie_word_embeddings False" in first["untied"]
+    assert "(4, 2, 16), the model has (8, 4, 8)" in first["heads"]
     assert "minus one" in first["norms"]
 
 
+def test_m5_sizes_stay_as_declared_while_one_ranks_parameters_are_offloaded_and_no_rank_reads_any(facts: Facts) -> None:
+    for rank in facts["offloaded"]:
+        assert rank["taken"] == rank["again"] > 30
+        assert rank["metadata_unchanged"]
+        assert rank["yielded"] == 0
+        assert "offloaded or replaced" in rank["refused"]
+        assert rank["named"] > 10
+
+
 def test_a_peer_that_leaves_ends_the_gathering_within_its_deadline(facts: Facts) -> None:
-    left_alone, left = facts["leave-early"]
-    assert left == {"left": True}
-    assert "a peer did not take part" in left_alone["failure"]
-    assert GATHER_DEADLINE_SECONDS <= left_alone["seconds"] < 5 * GATHER_DEADLINE_SECONDS
+    for fault in ("leave_early", "stay_away"):
+        left_alone, left = facts[fault]
+        assert left["left"]
+        assert "did not take part" in left_alone["failure"]
+        assert GATHER_DEADLINE_SECONDS <= left_alone["seconds"] < 5 * GATHER_DEADLINE_SECONDS
+
+
+def test_ranks_that_are_out_of_step_gather_nothing_more(facts: Facts) -> None:
+    """One could take another tensor's bytes for those that it waits for."""
+    left_alone, left = facts["leave_early"]
+    assert "did not take part" in left_alone["again"]["failure"]
+    assert "left before its end" in left["again"]["failure"]
+    assert max(left_alone["again"]["seconds"], left["again"]["seconds"]) < GATHER_DEADLINE_SECONDS / 2
+
+
+def test_experts_that_lie_side_by_side_are_the_checkpoints_too(facts: Facts, models: Path) -> None:
+    """Megatron's GroupedMLP, whose kernels need CUDA: with a loop in their place it computes what single experts do."""
+    for rank in facts["grouped"]:
+        assert "Grouped GEMM is not available" in rank["without_kernels"]
+        assert rank["kind"] == "GroupedMLP"
+        assert rank["exported"] == digests(models / GROUPED)
+        assert rank["logit_difference"] <= 1e-5

@@ -10,7 +10,6 @@ step and exports it again. Facts only: what must hold is for the test to say.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import time
@@ -20,10 +19,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from tests.support.megatron_grouped import digests, grouped_facts
+
 COLLECTIVE_TIMEOUT_SECONDS = 60
 GATHER_DEADLINE_SECONDS = 2.0
 SEQUENCE = 16
 ROWS = 8
+GROUPED = "qwen3_moe-tied"
+MISFIT = "llama-tied"
 
 
 @dataclass(frozen=True)
@@ -34,9 +37,12 @@ class Case:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     virtual_pipeline: int = 1
+    expert_parallel: int = 1
     vocab_multiple: int = 1
     sequence_parallel: bool = False
     distributed_optimizer: bool = False
+    train: bool = True
+    """Else built, exported and asked for its logits only."""
 
     @property
     def name(self) -> str:
@@ -55,17 +61,25 @@ def main() -> None:
     _start(given.rendezvous, rank, world)
     for fields in json.loads(given.cases):
         case = Case(**fields)
-        facts = run_case(case, given.models / case.model)
-        (given.out / f"{case.name}.rank{rank}.json").write_text(json.dumps(facts))
-    (given.out / f"shim.rank{rank}.json").write_text(json.dumps(shim_facts()))
+        _write(given.out / f"{case.name}.rank{rank}.json", run_case(case, given.models / case.model))
+    _write(given.out / f"shim.rank{rank}.json", shim_facts())
     if given.misfits:
-        facts = misfit_facts(given.models / case.model)
-        (given.out / f"misfits.rank{rank}.json").write_text(json.dumps(facts))
-        facts = leave_early(given.models / case.model, last=rank == world - 1)
-        (given.out / f"leave-early.rank{rank}.json").write_text(json.dumps(facts))
-        _await_file(given.out / "leave-early.rank0.json")
+        grouped = grouped_facts(given.models / GROUPED, expert_parallel=world)
+        _write(given.out / f"grouped.rank{rank}.json", grouped)
+        _write(given.out / f"misfits.rank{rank}.json", misfit_facts(given.models / MISFIT))
+        _write(given.out / f"offloaded.rank{rank}.json", offloaded_facts(given.models / MISFIT))
+        for fault in (leave_early, stay_away):
+            last = rank == world - 1
+            _write(given.out / f"{fault.__name__}.rank{rank}.json", fault(given.models / MISFIT, last=last))
+            _await_file(given.out / f"{fault.__name__}.rank0.json")
     # The process groups may be broken by now, on purpose: nothing is left to say to the others.
     os._exit(0)
+
+
+def _write(file: Path, facts: Any) -> None:
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(facts))
+    part.rename(file)
 
 
 def _start(rendezvous: str, rank: int, world: int) -> None:
@@ -83,19 +97,22 @@ def _start(rendezvous: str, rank: int, world: int) -> None:
 
 
 def run_case(case: Case, model_dir: Path) -> dict[str, Any]:
+    from tests.support.megatron_logits import logit_error
     from trainer_agent.megatron.source import MegatronSource
 
     facts: dict[str, Any] = {}
-    if case.virtual_pipeline > 1:
-        source = MegatronSource(_bare(case, model_dir), model_dir)
-        return facts | {"metadata": _metadata(source), "loaded": _digests(source), "ties": source.ties()}
+    if not case.train:
+        chunks = _bare(case, model_dir)
+        source = MegatronSource(chunks, model_dir)
+        facts |= {"metadata": _metadata(source), "loaded": digests(source), "ties": source.ties()}
+        return facts | {"logit_error": logit_error(chunks, model_dir)}
     learner = _learner(case, model_dir)
     source = MegatronSource(learner.model, model_dir)
     batch = _batch(json.loads((model_dir / "config.json").read_text())["vocab_size"])
-    facts |= {"metadata": _metadata(source), "ties": source.ties(), "loaded": _digests(source)}
+    facts |= {"metadata": _metadata(source), "ties": source.ties(), "loaded": digests(source)}
     facts["logprob_error"] = _error_against_transformers(learner, batch, source, model_dir)
     facts["losses"] = [learner.step(batch).loss for _ in range(2)]
-    facts["trained"] = _digests(source)
+    facts["trained"] = digests(source)
     facts["trained_logprob_error"] = _error_against_transformers(learner, batch, source, model_dir)
     facts["losses"] += [learner.step(batch).loss for _ in range(2)]
     return facts
@@ -136,6 +153,7 @@ def _learner(case: Case, model_dir: Path) -> Any:
         LearnerSettings(learning_rate=1e-2, micro_batch=2, distributed_optimizer=case.distributed_optimizer),
         tensor_parallel=case.tensor_parallel,
         pipeline_parallel=case.pipeline_parallel,
+        expert_parallel=case.expert_parallel,
         dtype=getattr(torch, case.dtype),
         vocab_multiple=case.vocab_multiple,
         sequence_parallel=case.sequence_parallel,
@@ -154,8 +172,9 @@ def _bare(case: Case, model_dir: Path) -> Any:
         tensor_parallel=case.tensor_parallel,
         pipeline_parallel=case.pipeline_parallel,
         virtual_pipeline=case.virtual_pipeline,
-        overlap_p2p_comm=True,
-        batch_p2p_comm=False,
+        vocab_multiple=case.vocab_multiple,
+        overlap_p2p_comm=case.virtual_pipeline > 1,
+        batch_p2p_comm=case.virtual_pipeline == 1,
     )
 
 
@@ -174,28 +193,28 @@ def _metadata(source: Any) -> list[Any]:
     return [[name, str(dtype), list(shape)] for name, dtype, shape in source.metadata()]
 
 
-def _digests(source: Any) -> dict[str, str]:
-    """sha256 of each tensor's bytes, in the order of iteration."""
-    import torch
-
-    return {n: hashlib.sha256(t.flatten().view(torch.uint8).numpy().tobytes()).hexdigest() for n, t in source}
-
-
 def _error_against_transformers(learner: Any, batch: Any, source: Any, model_dir: Path) -> float | None:
     """Largest logprob difference between Megatron and transformers loaded with what the source exports."""
     import torch
     from megatron.core import parallel_state
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
     exported = {name: tensor.clone().float() for name, tensor in source}
     mine = learner.logprobs(batch)
     if mine is None:
         return None
     config = AutoConfig.from_pretrained(model_dir)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
-    model.load_state_dict(exported, strict=not source.ties())
+    model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=exported,
+        attn_implementation="sdpa",
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    assert not any(loading[problem] for problem in ("missing_keys", "unexpected_keys", "mismatched_keys")), loading
     with torch.no_grad():
-        logprobs = model(batch.tokens).logits.float().log_softmax(-1)
+        logprobs = model.eval()(batch.tokens).logits.float().log_softmax(-1)
     theirs = logprobs.gather(-1, batch.labels[..., None])[..., 0]
     replica = parallel_state.get_data_parallel_rank()
     return float((mine - theirs[len(mine) * replica : len(mine) * (replica + 1)]).abs().max())
@@ -222,26 +241,69 @@ def misfit_facts(model_dir: Path) -> dict[str, str | None]:
         "layers": refusal(num_hidden_layers=config["num_hidden_layers"] + 1),
         "fewer_layers": refusal(num_hidden_layers=config["num_hidden_layers"] - 1),
         "ffn": refusal(intermediate_size=2 * config["intermediate_size"]),
+        "untied": refusal(tie_word_embeddings=False),
+        "heads": refusal(num_attention_heads=4, num_key_value_heads=2, head_dim=16),
     }
     # On the last stage only: all the same, every stage has to refuse.
     unwrap(model).config.layernorm_zero_centered_gamma = model.post_process
     return facts | {"norms": refusal()}
 
 
-def leave_early(model_dir: Path, *, last: bool) -> dict[str, Any]:
-    """The last rank stops iterating after one tensor; what do the others meet?"""
-    from trainer_agent.megatron.source import GatherFailed, MegatronSource
+def offloaded_facts(model_dir: Path) -> dict[str, Any]:
+    """What every rank's source says when one rank's memory was taken away meanwhile (M5)."""
+    from megatron.core import parallel_state
 
-    source = MegatronSource(
-        _bare(Case("", tensor_parallel=2), model_dir), model_dir, deadline_seconds=GATHER_DEADLINE_SECONDS
-    )
-    if last:
-        next(iter(source))
-        return {"left": True}
-    began = time.monotonic()
+    from controlplane.core.errors import LayoutInvalid
+    from trainer_agent.megatron.source import MegatronSource
+
+    (model,) = _bare(Case("", tensor_parallel=2), model_dir)
+    source = MegatronSource(model, model_dir)
+    before = _metadata(source)
+    # Who takes no more than is stated has not left early, though it never met the end.
+    tensors = iter(source)
+    taken = [next(tensors)[0] for _ in before]
+    del tensors
+    facts: dict[str, Any] = {"yielded": 0, "taken": len(taken), "again": len(list(source))}
+    if parallel_state.get_tensor_model_parallel_rank() == 0:
+        for parameter in model.parameters():
+            parameter.data.untyped_storage().resize_(0)
+    facts["metadata_unchanged"] = _metadata(source) == before
     try:
         for _ in source:
-            pass
+            facts["yielded"] += 1
+    except LayoutInvalid as error:
+        facts |= {"refused": str(error), "named": len(error.names)}
+    return facts
+
+
+def leave_early(model_dir: Path, *, last: bool) -> dict[str, Any]:
+    """The last rank stops iterating after one tensor; what do the others meet?"""
+    from trainer_agent.megatron.source import MegatronSource
+
+    model = _bare(Case("", tensor_parallel=2), model_dir)
+    source = MegatronSource(model, model_dir, deadline_seconds=GATHER_DEADLINE_SECONDS)
+    if last:
+        next(iter(source))
+        return {"left": True, "again": _failure(lambda: list(source))}
+    return _failure(lambda: list(source)) | {"again": _failure(lambda: list(source))}
+
+
+def stay_away(model_dir: Path, *, last: bool) -> dict[str, Any]:
+    """The last rank makes no source; what do the others meet?"""
+    from trainer_agent.megatron.source import MegatronSource
+
+    model = _bare(Case("", pipeline_parallel=2), model_dir)
+    if last:
+        return {"left": True}
+    return _failure(lambda: MegatronSource(model, model_dir, deadline_seconds=GATHER_DEADLINE_SECONDS))
+
+
+def _failure(gather: Callable[[], object]) -> dict[str, Any]:
+    from trainer_agent.megatron.source import GatherFailed
+
+    began = time.monotonic()
+    try:
+        gather()
     except GatherFailed as failure:
         return {"failure": str(failure), "seconds": time.monotonic() - began}
     return {"failure": None}

@@ -1,14 +1,16 @@
-"""Build a Megatron GPTModel from a Hugging Face model directory, at any tensor and pipeline parallelism.
+"""Build a Megatron GPTModel from a Hugging Face model directory, at any parallelism that Megatron has.
 
 The model computes what transformers computes from the same directory: checked to 1e-5 in the logits.
 Every rank reads only what its shard needs. Where the vocabulary has to be padded, the padding's logits are
-minus infinity, so that they take no probability. Rotary scalings that Megatron does not have are refused.
+minus infinity, so that they take no probability. What Megatron does not have is refused: some rotary scalings,
+and routers that pick one expert and give it the weight one.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer_agent.megatron import cpu_shim
-from trainer_agent.megatron.families import DecoderShape, UnsupportedModel, family_of, read_config
+from trainer_agent.megatron.errors import UnsupportedModel
+from trainer_agent.megatron.families import DecoderShape, family_of, read_config
+from trainer_agent.megatron.families.decoder import Experts
 from trainer_agent.megatron.layer_spec import decoder_spec
 from trainer_agent.megatron.loading import load_hf
 
@@ -30,28 +34,52 @@ LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_po
 """What Megatron's rope scaling has built in."""
 
 
-def initialize_parallel(*, tensor_parallel: int = 1, pipeline_parallel: int = 1, virtual_pipeline: int = 1) -> None:
+@dataclass(frozen=True, slots=True)
+class Parallelism:
+    """Over how many ranks a model is split in each way; what is left of the ranks is data parallel."""
+
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int | None = None
+    """Experts may be split over other tensor-parallel ranks than the rest; None: they are not."""
+
+    @classmethod
+    def present(cls) -> Parallelism:
+        """What Megatron was initialised with."""
+        return cls(
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+            parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
+            parallel_state.get_context_parallel_world_size(),
+            parallel_state.get_expert_model_parallel_world_size(),
+            parallel_state.get_expert_tensor_parallel_world_size(),
+        )
+
+
+def initialize_parallel(wanted: Parallelism) -> None:
     """Create Megatron's process groups over the initialised default group, and seed its random states.
 
     Raises:
         ValueError: they exist already, at other sizes.
     """
     cpu_shim.install()
-    wanted = (tensor_parallel, pipeline_parallel, virtual_pipeline)
     if not parallel_state.is_initialized():
         parallel_state.initialize_model_parallel(
-            tensor_parallel,
-            pipeline_parallel,
-            virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+            wanted.tensor,
+            wanted.pipeline,
+            virtual_pipeline_model_parallel_size=wanted.virtual_pipeline if wanted.virtual_pipeline > 1 else None,
+            context_parallel_size=wanted.context,
+            expert_model_parallel_size=wanted.expert,
+            expert_tensor_parallel_size=wanted.expert_tensor,
         )
         model_parallel_cuda_manual_seed(RANDOM_SEED)
-    present = (
-        parallel_state.get_tensor_model_parallel_world_size(),
-        parallel_state.get_pipeline_model_parallel_world_size(),
-        parallel_state.get_virtual_pipeline_model_parallel_world_size() or 1,
-    )
-    if present != wanted:
-        raise ValueError(f"Megatron runs at (tensor, pipeline, virtual) parallelism {present}, asked for {wanted}")
+    present, wanted_sizes = asdict(Parallelism.present()), asdict(wanted)
+    wanted_sizes["expert_tensor"] = wanted.expert_tensor or wanted.tensor
+    if present != wanted_sizes:
+        raise ValueError(f"Megatron runs at parallelism {present}, asked for {wanted_sizes}")
 
 
 def build_from_hf(
@@ -60,6 +88,9 @@ def build_from_hf(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     virtual_pipeline: int = 1,
+    context_parallel: int = 1,
+    expert_parallel: int = 1,
+    expert_tensor_parallel: int | None = None,
     dtype: torch.dtype | None = None,
     vocab_multiple: int = 1,
     **overrides: Any,
@@ -67,6 +98,7 @@ def build_from_hf(
     """This rank's part of the model at `path`, loaded: one GPTModel, or one for each virtual-pipeline chunk.
 
     Args:
+        expert_tensor_parallel: as `tensor_parallel` when None.
         dtype: of the parameters; the config's own when None.
         vocab_multiple: each rank's vocabulary rows are padded to a multiple of it.
         overrides: further fields of Megatron's TransformerConfig, such as `sequence_parallel`.
@@ -75,7 +107,14 @@ def build_from_hf(
         UnsupportedModel: the model's family or one of its settings has no counterpart.
     """
     initialize_parallel(
-        tensor_parallel=tensor_parallel, pipeline_parallel=pipeline_parallel, virtual_pipeline=virtual_pipeline
+        Parallelism(
+            tensor_parallel,
+            pipeline_parallel,
+            virtual_pipeline,
+            context_parallel,
+            expert_parallel,
+            expert_tensor_parallel,
+        )
     )
     config = read_config(path)
     shape = family_of(config).shape(config)
@@ -107,11 +146,33 @@ def transformer_config(config: Mapping[str, Any], *, dtype: torch.dtype | None =
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
+        "context_parallel_size": parallel_state.get_context_parallel_world_size(),
     }
-    return TransformerConfig(**(_DENSE_DECODER | fields | overrides))
+    if shape.experts is not None:
+        fields |= _expert_settings(shape.experts, shape.layers)
+    return TransformerConfig(**(_DECODER | fields | overrides))
 
 
-_DENSE_DECODER: dict[str, Any] = {
+def _expert_settings(experts: Experts, layers: int) -> dict[str, Any]:
+    """Nothing that training would add to the router: no balancing loss, no dropped tokens."""
+    if experts.normalised and experts.per_token == 1:
+        raise UnsupportedModel("a router that gives the one expert it chooses the weight one: Megatron has none such")
+    return {
+        "num_moe_experts": experts.count,
+        "moe_ffn_hidden_size": experts.ffn,
+        "moe_layer_freq": [int(layer in experts.layers) for layer in range(layers)],
+        "moe_router_topk": experts.per_token,
+        "moe_router_pre_softmax": not experts.normalised,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_shared_expert_intermediate_size": experts.shared_ffn,
+        "moe_shared_expert_gate": experts.shared_ffn is not None,
+        "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
+        "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
+    }
+
+
+_DECODER: dict[str, Any] = {
     "normalization": "RMSNorm",
     "gated_linear_unit": True,
     "activation_func": F.silu,
@@ -148,7 +209,7 @@ def _gpt_model(
         share_embeddings_and_output_weights=shape.tied,
         position_embedding_type="rope",
         vp_stage=vp_stage,
-        **_rope(config),
+        **_rope(config, shape),
     )
     if torch.cuda.is_available():
         model.cuda()
@@ -157,10 +218,10 @@ def _gpt_model(
     return model
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+def _rope(config: Mapping[str, Any], shape: DecoderShape) -> dict[str, Any]:
     """GPTModel's rotary arguments. transformers keeps them in `rope_parameters`, older files beside the others."""
     scaling = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = scaling.get("rope_theta") or config.get("rope_theta") or 10000.0
+    theta = scaling.get("rope_theta") or config.get("rope_theta") or shape.rope_theta
     kind = scaling.get("rope_type") or scaling.get("type") or "default"
     if kind == "default":
         return {"rotary_base": theta}

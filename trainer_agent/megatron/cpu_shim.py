@@ -1,6 +1,6 @@
 """Lets megatron-core run where there is no CUDA device: on the CPU, with gloo.
 
-`install()` promises that tensor, sequence, pipeline and data parallel training, Megatron's own DDP,
+`install()` promises that tensor, sequence, pipeline, context, expert and data parallel training, Megatron's own DDP,
 optimizers (also distributed and bf16), gradient clipping and `dist_checkpointing` work on the CPU. It is
 scoped: only modules under `megatron.core` see it, so that vLLM or transformers in the same process still
 meet the real `torch.cuda`. Where a CUDA device is present it does nothing and returns False.
@@ -11,7 +11,9 @@ It refuses a megatron-core whose code it does not know. What it changes was trac
   and whose factories read device "cuda" as "cpu";
 - the tracker of random states keeps the CPU generator's state (unpatched, its setter does nothing, silently);
 - four functions of the optimizers compare `tensor.type()` with CUDA type names: their constants become CPU names;
-- `Tensor.cuda()` called from megatron.core's own code returns the tensor.
+- `Tensor.cuda()` called from megatron.core's own code returns the tensor;
+- the router's linear layer finds that there is no Transformer Engine (0.16.1 leaves that name undefined), and the
+  dispatcher of tokens to experts gets its sizes as numbers, which it does only for CUDA tensors.
 """
 
 from __future__ import annotations
@@ -43,6 +45,8 @@ _MODULES = (
     "optimizer.optimizer",
     "optimizer.clip_grads",
     "optimizer.distrib_optimizer",
+    "transformer.moe.moe_utils",
+    "transformer.moe.token_dispatcher",
     "pipeline_parallel.schedules",
     "pipeline_parallel.p2p_communication",
     "dist_checkpointing",
@@ -104,6 +108,7 @@ def _patch_once() -> None:
     _patch_random_states()
     _patch_type_names()
     _patch_tensor_cuda()
+    _patch_experts()
 
 
 def _give_proxy_to_loaded_modules() -> None:
@@ -277,3 +282,15 @@ def _patch_tensor_cuda() -> None:
         return self if caller.startswith(_PACKAGE) else real(self, *args, **kwargs)
 
     torch.Tensor.cuda = cuda  # type: ignore[method-assign, assignment]
+
+
+def _patch_experts() -> None:
+    utilities: Any = importlib.import_module(f"{_PACKAGE}.transformer.moe.moe_utils")
+    dispatcher: Any = importlib.import_module(f"{_PACKAGE}.transformer.moe.token_dispatcher")
+    if not hasattr(utilities, "te_general_gemm"):
+        utilities.te_general_gemm = None
+    utilities.maybe_move_tensor_to_cpu = dispatcher.maybe_move_tensor_to_cpu = _on_the_host
+
+
+def _on_the_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+    return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor

@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 from torch import Tensor
 
-from trainer_agent.megatron.families import UnsupportedModel, family_of, read_config
+from trainer_agent.megatron.errors import UnsupportedModel
+from trainer_agent.megatron.families import family_of, read_config
 from trainer_agent.megatron.families.decoder import EMBEDDING, OUTPUT
 from trainer_agent.megatron.families.rules import Entry, Place
 from trainer_agent.megatron.parameters import named_parameters
@@ -77,15 +78,21 @@ def _shard(entry: Entry, weights: HfWeights, parameter: Tensor) -> Tensor:
     for declared, tensor in zip(entry.hf, tensors, strict=True):
         if tuple(tensor.shape) != declared.shape:
             raise UnsupportedModel(f"{declared.name} is {tuple(tensor.shape)}, its config says {declared.shape}")
-    place = Place(
-        rank=parallel_state.get_tensor_model_parallel_rank(),
-        size=parallel_state.get_tensor_model_parallel_world_size(),
-        shape=tuple(parameter.shape),
-    )
+    place = _place(entry, tuple(parameter.shape))
     shard = entry.rule.to_megatron(tensors, place)
     if tuple(shard.shape) != place.shape:
         raise UnsupportedModel(f"{entry.megatron} is {place.shape}, the checkpoint gives {tuple(shard.shape)}")
     return shard
+
+
+def _place(entry: Entry, shape: tuple[int, ...]) -> Place:
+    if entry.expert is None:
+        rank = parallel_state.get_tensor_model_parallel_rank()
+        size = parallel_state.get_tensor_model_parallel_world_size()
+    else:
+        rank = parallel_state.get_expert_tensor_parallel_rank()
+        size = parallel_state.get_expert_tensor_parallel_world_size()
+    return Place(rank, size, shape)
 
 
 def _index(directory: Path) -> Mapping[str, str]:

@@ -10,14 +10,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_agent.megatron.families.decoder import DecoderShape, Family, UnsupportedModel
+from trainer_agent.megatron.errors import UnsupportedModel
+from trainer_agent.megatron.families.decoder import DecoderShape, Family
 from trainer_agent.megatron.families.llama import LLAMA
+from trainer_agent.megatron.families.mixtral import MIXTRAL
 from trainer_agent.megatron.families.qwen2 import QWEN2
+from trainer_agent.megatron.families.qwen2_moe import QWEN2_MOE
 from trainer_agent.megatron.families.qwen3 import QWEN3
+from trainer_agent.megatron.families.qwen3_moe import QWEN3_MOE
 
 __all__ = ["FAMILIES", "DecoderShape", "Family", "UnsupportedModel", "family_of", "read_config"]
 
-FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (LLAMA, QWEN2, QWEN3)}
+FAMILIES: Mapping[str, Family] = {f.model_type: f for f in (LLAMA, QWEN2, QWEN3, MIXTRAL, QWEN2_MOE, QWEN3_MOE)}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

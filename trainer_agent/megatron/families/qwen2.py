@@ -1,5 +1,5 @@
 """Qwen2 and Qwen2.5: biases on queries, keys and values."""
 
-from trainer_agent.megatron.families.decoder import DenseFamily
+from trainer_agent.megatron.families.decoder import DecoderFamily
 
-QWEN2 = DenseFamily(model_type="qwen2", qkv_bias=True, refused_flags=("use_sliding_window",))
+QWEN2 = DecoderFamily(model_type="qwen2", qkv_bias=True, refused_flags=("use_sliding_window",))

@@ -45,11 +45,13 @@ class HfTensor:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One Megatron parameter, by its name with the *global* layer number, and the tensors it holds."""
+    """One Megatron parameter, by its name with the *global* layer and expert number, and the tensors it holds."""
 
     megatron: str
     hf: tuple[HfTensor, ...]
     rule: Rule
+    expert: int | None = None
+    """Which expert it belongs to, counted over the model; experts are split over groups of their own."""
 
 
 @dataclass(frozen=True, slots=True)

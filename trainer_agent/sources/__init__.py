@@ -1,0 +1,1 @@
+"""Weight sources for trainers that are not Megatron: any module, any iterator."""
