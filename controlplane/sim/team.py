@@ -13,14 +13,16 @@ if TYPE_CHECKING:
     from controlplane.sim.world import World
 
 UNIT_SIZE = 2
+MAX_UNITS = 8
+"""Of one model: whatever becomes of one is broadcast to every agent, which is quadratic where all are in units."""
 
 
 class Team:
     """A frozen model has no trainers: its engines serve what they loaded."""
 
     def __init__(self, world: World, spec: ModelSpec, engines: int, *, units: bool, lends: bool) -> None:
-        """`units`: the engines serve in pairs, a last one alone. `lends`: half of them share their trainer's devices,
-        and sleep while it trains."""
+        """`units`: the engines serve in pairs, those beyond MAX_UNITS alone. `lends`: half of them share their
+        trainer's devices, and sleep while it trains."""
         self.world = world
         self.spec = spec
         self.borrows = False
@@ -40,7 +42,7 @@ class Team:
         name = f"{self.spec.prefix}e{index}"
         grouped = self.spec.prefix == "" and bool(self.world.policy.min_engines)
         group = GROUPS[index % len(GROUPS)] if grouped else ""
-        paired = index < in_units // UNIT_SIZE * UNIT_SIZE
+        paired = index // UNIT_SIZE < min(in_units // UNIT_SIZE, MAX_UNITS)
         unit = f"pair{index // UNIT_SIZE}" if paired else ""  # of the model: others have units of that name too
         return Seat(name, (f"gpu-{name}",), group, unit, UNIT_SIZE if paired else 0)
 
