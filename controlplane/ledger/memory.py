@@ -115,9 +115,11 @@ class MemoryLedger:
         self._leases[record.model] = record
 
     def _update(self, update_id: UpdateId) -> _Update:
-        if update_id not in self._updates:
-            raise LedgerError(path="memory", cause=f"update {update_id} never began")
-        return self._updates[update_id]
+        """An open one: what is decided is decided."""
+        update = self._updates.get(update_id)
+        if update is None or update.decided:
+            raise LedgerError(path="memory", cause=f"update {update_id} never began, or is decided")
+        return update
 
     def _serve(self, record: UpdateRolled | UpdateDecided) -> None:
         version = self._updates[record.update_id].began.version

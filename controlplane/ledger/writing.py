@@ -28,6 +28,9 @@ from controlplane.core.update_transaction import Outcome
 from controlplane.core.versions import FROZEN, ModelName, UpdateId, WeightVersion
 from controlplane.ledger.reading import coordinator_term, digests, floor_terms, next_number
 
+_OPEN = "update_id = ? AND phase IN ('preparing', 'go')"
+"""What is decided is decided: nothing opens it again."""
+
 
 def write(db: sqlite3.Connection, record: Record, now: float) -> None:
     """`now`: Unix seconds.
@@ -112,18 +115,18 @@ def _update_began(db: sqlite3.Connection, record: UpdateBegan, now: float) -> No
 
 
 def _update_went_go(db: sqlite3.Connection, record: UpdateWentGo, _: float) -> None:
-    _one(db.execute("UPDATE updates SET phase = 'go' WHERE update_id = ?", (record.update_id,)), record.update_id)
+    _one(db.execute(f"UPDATE updates SET phase = 'go' WHERE {_OPEN}", (record.update_id,)), record.update_id)
 
 
 def _update_rolled(db: sqlite3.Connection, record: UpdateRolled, _: float) -> None:
-    _one(db.execute("UPDATE updates SET rolled = 1 WHERE update_id = ?", (record.update_id,)), record.update_id)
+    _one(db.execute(f"UPDATE updates SET rolled = 1 WHERE {_OPEN}", (record.update_id,)), record.update_id)
     _write_digest(db, record)
     _write_served(db, record)
 
 
 def _update_decided(db: sqlite3.Connection, record: UpdateDecided, now: float) -> None:
     cursor = db.execute(
-        "UPDATE updates SET phase = ?, cause = ?, decided_at = ? WHERE update_id = ?",
+        f"UPDATE updates SET phase = ?, cause = ?, decided_at = ? WHERE {_OPEN}",
         (record.phase.value, record.cause, now, record.update_id),
     )
     _one(cursor, record.update_id)
@@ -170,7 +173,7 @@ def _write_outcomes(db: sqlite3.Connection, update_id: UpdateId, outcomes: tuple
 
 def _one(cursor: sqlite3.Cursor, update_id: UpdateId) -> None:
     if cursor.rowcount != 1:
-        raise sqlite3.IntegrityError(f"update {update_id} never began")
+        raise sqlite3.IntegrityError(f"update {update_id} never began, or is decided")
 
 
 # ---- what is served, and what can be brought ----

@@ -217,6 +217,16 @@ def test_the_fate_of_an_update_that_never_began_is_refused(disk: Disk) -> None:
     assert disk.restart().models == {}
 
 
+def test_inv9_what_is_decided_is_not_opened_again(disk: Disk) -> None:
+    disk.save(began(1), decided(1, (1,), 1))
+    for late in (UpdateWentGo(UpdateId("u1")), rolled(1, (1,), 2), decided(1, (), 2)):
+        with pytest.raises(LedgerError, match="is decided"):
+            disk.save(late)
+    again = disk.restart()
+    assert again.open_updates == ()
+    assert (again.models[POLICY].served, again.models[POLICY].ordinal) == ((version(1),), 1)
+
+
 def test_a_decision_with_the_outcomes_of_engines_that_were_not_asked_is_written(disk: Disk) -> None:
     outcomes = (
         Outcome(EngineId("e1"), Incarnation("i1"), True, Stage.APPLIED, unit="pd0", content_digest=digest(1)),
