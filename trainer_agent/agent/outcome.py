@@ -53,12 +53,15 @@ def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
 
 
 def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str, WeightplaneError]) -> str:
-    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: by the engine's report, else by its stream's end."""
+    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: by the engine's report, else by its stream's end. Of one that
+    was lost its stream's last words are said too: that it is gone is the coordinator's word, not its own."""
     texts: dict[str, str] = {}
     for engine in engines:
         name = engine.engine.engine_id
         stage = "LOST" if engine.lost else engine_pb2.UpdateStage.Name(engine.stage).removeprefix("UPDATE_STAGE_")
         texts[name] = f"{stage} ({engine.error_reason}: {engine.error_message})" if engine.error_reason else stage
+        if engine.lost and name in errors:
+            texts[name] += f", its stream ended with {errors[name].reason}: {errors[name]}"
     for name, error in errors.items():
         if "(" not in texts.get(name, ""):
             texts[name] = f"{texts.get(name, 'UNSPECIFIED')} ({error.reason}: {error})"
