@@ -53,8 +53,10 @@ def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
 
 
 def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str, WeightplaneError]) -> str:
-    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: by the engine's report, else by its stream's end. Of one that
-    was lost its stream's last words are said too: that it is gone is the coordinator's word, not its own."""
+    """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: by the engine's report, else by its stream's end.
+
+    Of one that was lost its stream's last words are said too: that it is gone is the coordinator's word, not its own.
+    """
     texts: dict[str, str] = {}
     for engine in engines:
         name = engine.engine.engine_id
