@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from controlplane.coordinator.hub import Hub
-from controlplane.core.errors import DeadlineExceeded, UpdateAborted, WeightplaneError
+from controlplane.core.errors import DeadlineExceeded, PeerLost, UpdateAborted, WeightplaneError
 from controlplane.core.fleet_events import Carry, CarryEnded
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import engine_ref, version_to_proto
@@ -60,6 +60,9 @@ class Carrier:
             error = DeadlineExceeded(phase="carry", waited_for=engine_id, waited_seconds=self._limit)
         except WeightplaneError as refused:
             error = refused
+        except Exception as broken:  # its end must be told all the same: else nobody would bring this engine anything
+            log.exception("carry_broke", engine=engine_id)
+            error = PeerLost(peer=engine_id, cause=repr(broken))
         reason = "NONE" if error is None else error.reason
         log.info("carry_ended", engine=engine_id, version=str(carry.version), reason=reason, text=str(error or ""))
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))
