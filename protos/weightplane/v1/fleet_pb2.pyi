@@ -127,6 +127,7 @@ class EngineHello(_message.Message):
     UNIT_FIELD_NUMBER: _builtins.int
     UNIT_SIZE_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are reached, host:port."""
     host_id: _builtins.str
@@ -159,6 +160,10 @@ class EngineHello(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it can do: staged, rollback, sleep, prefix_cache."""
 
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
+        """How bytes can reach it. Empty: SHARED_MEMORY and INLINE."""
+
     def __init__(
         self,
         *,
@@ -174,10 +179,11 @@ class EngineHello(_message.Message):
         unit: _builtins.str = ...,
         unit_size: _builtins.int = ...,
         life: _builtins.int = ...,
+        transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,6 +203,8 @@ class TrainerHello(_message.Message):
     HELD_TERM_FIELD_NUMBER: _builtins.int
     ENDED_INCARNATION_FIELD_NUMBER: _builtins.int
     TAKEOVER_FIELD_NUMBER: _builtins.int
+    TRANSPORTS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     model: _builtins.str
@@ -215,6 +223,14 @@ class TrainerHello(_message.Message):
     def ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainerRankInfo]:
         """The training processes."""
 
+    @_builtins.property
+    def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
+        """How its ranks can send. Empty: SHARED_MEMORY and INLINE."""
+
+    @_builtins.property
+    def load(self) -> Global___Load:
+        """What it will send, as far as a plan needs to know."""
+
     def __init__(
         self,
         *,
@@ -226,14 +242,52 @@ class TrainerHello(_message.Message):
         held_term: _builtins.int = ...,
         ended_incarnation: _builtins.str = ...,
         takeover: _builtins.bool = ...,
+        transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
+        load: Global___Load | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_incarnation", b"ended_incarnation", "held_term", b"held_term", "incarnation", b"incarnation", "model", b"model", "ranks", b"ranks", "run_id", b"run_id", "takeover", b"takeover", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_incarnation", b"ended_incarnation", "held_term", b"held_term", "incarnation", b"incarnation", "load", b"load", "model", b"model", "ranks", b"ranks", "run_id", b"run_id", "takeover", b"takeover", "trainer_id", b"trainer_id", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TrainerHello: _TypeAlias = TrainerHello  # noqa: Y015
+
+@_typing.final
+class Load(_message.Message):
+    """The size of a model's weights, for plans."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    CHUNK_BYTES_FIELD_NUMBER: _builtins.int
+    LARGEST_MODULE_BYTES_FIELD_NUMBER: _builtins.int
+    tensor_count: _builtins.int
+    """Tensors."""
+    byte_count: _builtins.int
+    """Bytes of all tensors together."""
+    chunk_bytes: _builtins.int
+    """Largest chunk that its ranks make."""
+    largest_module_bytes: _builtins.int
+    """Bytes of the largest decoder layer, or of the tensors outside of all layers if these are larger: what a loader
+    that goes layer by layer holds at once.
+    """
+    def __init__(
+        self,
+        *,
+        tensor_count: _builtins.int = ...,
+        byte_count: _builtins.int = ...,
+        chunk_bytes: _builtins.int = ...,
+        largest_module_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "chunk_bytes", b"chunk_bytes", "largest_module_bytes", b"largest_module_bytes", "tensor_count", b"tensor_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Load: _TypeAlias = Load  # noqa: Y015
 
 @_typing.final
 class TrainerRankInfo(_message.Message):
@@ -487,6 +541,8 @@ class BeginUpdateRequest(_message.Message):
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     READY_LIMIT_FIELD_NUMBER: _builtins.int
+    AVOID_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     model: _builtins.str
@@ -505,6 +561,14 @@ class BeginUpdateRequest(_message.Message):
     def ready_limit(self) -> _duration_pb2.Duration:
         """The update is aborted if it has not reached GO after this long. Absent: the coordinator's limit."""
 
+    @_builtins.property
+    def avoid(self) -> _containers.RepeatedCompositeFieldContainer[Global___AvoidedTransport]:
+        """Ways that failed before: the plan takes others."""
+
+    @_builtins.property
+    def base(self) -> _weight_update_pb2.Base:
+        """The version whose bytes the trainer still has: engines that hold just it may be sent what changed (INV-5)."""
+
     def __init__(
         self,
         *,
@@ -516,10 +580,12 @@ class BeginUpdateRequest(_message.Message):
         layout_digest: _builtins.bytes = ...,
         byte_count: _builtins.int | None = ...,
         ready_limit: _duration_pb2.Duration | None = ...,
+        avoid: _abc.Iterable[Global___AvoidedTransport] | None = ...,
+        base: _weight_update_pb2.Base | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "byte_count", b"byte_count", "ready_limit", b"ready_limit", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "ready_limit", b"ready_limit", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "byte_count", b"byte_count", "layout_digest", b"layout_digest", "model", b"model", "ready_limit", b"ready_limit", "request_id", b"request_id", "run_id", b"run_id", "step", b"step", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "avoid", b"avoid", "base", b"base", "byte_count", b"byte_count", "layout_digest", b"layout_digest", "model", b"model", "ready_limit", b"ready_limit", "request_id", b"request_id", "run_id", b"run_id", "step", b"step", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
     _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
@@ -531,6 +597,38 @@ class BeginUpdateRequest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___BeginUpdateRequest: _TypeAlias = BeginUpdateRequest  # noqa: Y015
+
+@_typing.final
+class AvoidedTransport(_message.Message):
+    """A way that does not work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    transport: _weight_update_pb2.Transport.ValueType
+    """The way."""
+    cause: _builtins.str
+    """What failed; it stands in the plan's reason."""
+    @_builtins.property
+    def engine(self) -> _version_pb2.EngineRef:
+        """The engine, in that life."""
+
+    def __init__(
+        self,
+        *,
+        engine: _version_pb2.EngineRef | None = ...,
+        transport: _weight_update_pb2.Transport.ValueType = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "engine", b"engine", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AvoidedTransport: _TypeAlias = AvoidedTransport  # noqa: Y015
 
 @_typing.final
 class BeginUpdateResponse(_message.Message):
@@ -612,6 +710,9 @@ class Assignment(_message.Message):
     REQUIRED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     DEVICE_UUIDS_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    FATE_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are."""
     leader: _builtins.int
@@ -622,6 +723,10 @@ class Assignment(_message.Message):
     """Whether the commit waits for this engine."""
     reason: _builtins.str
     """Why this transport and these ranks, for people."""
+    link: _builtins.str
+    """With BROADCAST: which link. Assignments with one link have one leader, and the order of the plan."""
+    fate: _weight_update_pb2.LinkFate.ValueType
+    """With BROADCAST: whose failure ends whose bytes."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
@@ -634,6 +739,10 @@ class Assignment(_message.Message):
     def device_uuids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Device of each of the slot's ranks, in the order of `ranks`."""
 
+    @_builtins.property
+    def base(self) -> _weight_update_pb2.Base:
+        """Present: the leader may send what changed since this version; the engine held it when the plan was made."""
+
     def __init__(
         self,
         *,
@@ -645,10 +754,13 @@ class Assignment(_message.Message):
         required: _builtins.bool = ...,
         reason: _builtins.str = ...,
         device_uuids: _abc.Iterable[_builtins.str] | None = ...,
+        link: _builtins.str = ...,
+        fate: _weight_update_pb2.LinkFate.ValueType = ...,
+        base: _weight_update_pb2.Base | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuids", b"device_uuids", "endpoint", b"endpoint", "engine", b"engine", "leader", b"leader", "ranks", b"ranks", "reason", b"reason", "required", b"required", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "engine", b"engine", "fate", b"fate", "leader", b"leader", "link", b"link", "ranks", b"ranks", "reason", b"reason", "required", b"required", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

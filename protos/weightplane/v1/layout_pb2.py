@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweightplane/v1/layout.proto\x12\x0eweightplane.v1\x1a\x1aweightplane/v1/rules.proto\"T\n\x06Target\x12\x30\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.weightplane.v1.TargetKindB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x07\x61\x64\x61pter\x18\x02 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x02\"\x9d\x01\n\nTensorSpec\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x04\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.weightplane.v1.DtypeB\x06\x8a\xe8\x18\x02\x08\x01\x12\x17\n\x05shape\x18\x03 \x03(\x03\x42\x08\x8a\xe8\x18\x04\x10\x00\x38\x08\x12/\n\x07targets\x18\x04 \x03(\x0b\x32\x16.weightplane.v1.TargetB\x06\x8a\xe8\x18\x02\x38\x08\":\n\x03Tie\x12\x18\n\x05\x61lias\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x04\x12\x19\n\x06source\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x04\"\x8a\x01\n\x0c\x42ufferHandle\x12\x1c\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12:\n\rshared_memory\x18\x02 \x01(\x0b\x32!.weightplane.v1.SharedMemoryRangeH\x00\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x42\x0e\n\x04kind\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xc4\x01\n\x11SharedMemoryRange\x12\x37\n\x07segment\x18\x01 \x01(\tB&\x8a\xe8\x18\"\x08\x01(\xc8\x01\x42\x1bweightplane-[A-Za-z0-9._-]+\x12\x1a\n\x07host_id\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1d\n\x06offset\x18\x03 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x12!\n\nbyte_count\x18\x04 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x01\x88\x01\x01\x42\t\n\x07_offsetB\r\n\x0b_byte_count*\xed\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\r\n\tDTYPE_F64\x10\x01\x12\r\n\tDTYPE_F32\x10\x02\x12\r\n\tDTYPE_F16\x10\x03\x12\x0e\n\nDTYPE_BF16\x10\x04\x12\x11\n\rDTYPE_F8_E4M3\x10\x05\x12\x11\n\rDTYPE_F8_E5M2\x10\x06\x12\x11\n\rDTYPE_F8_E8M0\x10\x07\x12\r\n\tDTYPE_I64\x10\x08\x12\r\n\tDTYPE_I32\x10\t\x12\r\n\tDTYPE_I16\x10\n\x12\x0c\n\x08\x44TYPE_I8\x10\x0b\x12\x0c\n\x08\x44TYPE_U8\x10\x0c\x12\x0e\n\nDTYPE_BOOL\x10\r*p\n\nTargetKind\x12\x1b\n\x17TARGET_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11TARGET_KIND_MODEL\x10\x01\x12\x15\n\x11TARGET_KIND_DRAFT\x10\x02\x12\x17\n\x13TARGET_KIND_ADAPTER\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweightplane/v1/layout.proto\x12\x0eweightplane.v1\x1a\x1aweightplane/v1/rules.proto\"T\n\x06Target\x12\x30\n\x04kind\x18\x01 \x01(\x0e\x32\x1a.weightplane.v1.TargetKindB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x07\x61\x64\x61pter\x18\x02 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x02\"\x9d\x01\n\nTensorSpec\x12\x17\n\x04name\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x04\x12,\n\x05\x64type\x18\x02 \x01(\x0e\x32\x15.weightplane.v1.DtypeB\x06\x8a\xe8\x18\x02\x08\x01\x12\x17\n\x05shape\x18\x03 \x03(\x03\x42\x08\x8a\xe8\x18\x04\x10\x00\x38\x08\x12/\n\x07targets\x18\x04 \x03(\x0b\x32\x16.weightplane.v1.TargetB\x06\x8a\xe8\x18\x02\x38\x08\":\n\x03Tie\x12\x18\n\x05\x61lias\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x04\x12\x19\n\x06source\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x04\"\xe7\x01\n\x0c\x42ufferHandle\x12\x1c\n\x0b\x64\x65vice_uuid\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12:\n\rshared_memory\x18\x02 \x01(\x0b\x32!.weightplane.v1.SharedMemoryRangeH\x00\x12\x10\n\x06inline\x18\x03 \x01(\x0cH\x00\x12)\n\x04link\x18\x04 \x01(\x0b\x32\x19.weightplane.v1.LinkBytesH\x00\x12\x30\n\x08\x63uda_ipc\x18\x05 \x01(\x0b\x32\x1c.weightplane.v1.CudaIpcRangeH\x00\x42\x0e\n\x04kind\x12\x06\x8a\xe8\x18\x02\x08\x01\"=\n\tLinkBytes\x12!\n\nbyte_count\x18\x01 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x42\r\n\x0b_byte_count\"\x8a\x03\n\x0c\x43udaIpcRange\x12 \n\rmemory_handle\x18\x01 \x01(\x0c\x42\t\x8a\xe8\x18\x05\x08\x01(\x80\x02\x12\x1e\n\x0c\x62uffer_bytes\x18\x02 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12$\n\rbuffer_offset\x18\x03 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x12#\n\x12ref_counter_handle\x18\x04 \x01(\x0c\x42\x07\x8a\xe8\x18\x03(\x80\x02\x12\"\n\x12ref_counter_offset\x18\x05 \x01(\x03\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x1d\n\x0c\x65vent_handle\x18\x06 \x01(\x0c\x42\x07\x8a\xe8\x18\x03(\x80\x02\x12\x1b\n\x13\x65vent_sync_required\x18\x07 \x01(\x08\x12\x1d\n\x06offset\x18\x08 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x01\x88\x01\x01\x12!\n\nbyte_count\x18\t \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x02\x88\x01\x01\x12\x1f\n\rtorch_version\x18\n \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@B\x10\n\x0e_buffer_offsetB\t\n\x07_offsetB\r\n\x0b_byte_count\"\xc4\x01\n\x11SharedMemoryRange\x12\x37\n\x07segment\x18\x01 \x01(\tB&\x8a\xe8\x18\"\x08\x01(\xc8\x01\x42\x1bweightplane-[A-Za-z0-9._-]+\x12\x1a\n\x07host_id\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1d\n\x06offset\x18\x03 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x12!\n\nbyte_count\x18\x04 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x01\x88\x01\x01\x42\t\n\x07_offsetB\r\n\x0b_byte_count*\xed\x01\n\x05\x44type\x12\x15\n\x11\x44TYPE_UNSPECIFIED\x10\x00\x12\r\n\tDTYPE_F64\x10\x01\x12\r\n\tDTYPE_F32\x10\x02\x12\r\n\tDTYPE_F16\x10\x03\x12\x0e\n\nDTYPE_BF16\x10\x04\x12\x11\n\rDTYPE_F8_E4M3\x10\x05\x12\x11\n\rDTYPE_F8_E5M2\x10\x06\x12\x11\n\rDTYPE_F8_E8M0\x10\x07\x12\r\n\tDTYPE_I64\x10\x08\x12\r\n\tDTYPE_I32\x10\t\x12\r\n\tDTYPE_I16\x10\n\x12\x0c\n\x08\x44TYPE_I8\x10\x0b\x12\x0c\n\x08\x44TYPE_U8\x10\x0c\x12\x0e\n\nDTYPE_BOOL\x10\r*p\n\nTargetKind\x12\x1b\n\x17TARGET_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11TARGET_KIND_MODEL\x10\x01\x12\x15\n\x11TARGET_KIND_DRAFT\x10\x02\x12\x17\n\x13TARGET_KIND_ADAPTER\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -52,6 +52,26 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BUFFERHANDLE'].oneofs_by_name['kind']._serialized_options = b'\212\350\030\002\010\001'
   _globals['_BUFFERHANDLE'].fields_by_name['device_uuid']._loaded_options = None
   _globals['_BUFFERHANDLE'].fields_by_name['device_uuid']._serialized_options = b'\212\350\030\003(\200\001'
+  _globals['_LINKBYTES'].fields_by_name['byte_count']._loaded_options = None
+  _globals['_LINKBYTES'].fields_by_name['byte_count']._serialized_options = b'\212\350\030\004\010\001\020\000'
+  _globals['_CUDAIPCRANGE'].fields_by_name['memory_handle']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['memory_handle']._serialized_options = b'\212\350\030\005\010\001(\200\002'
+  _globals['_CUDAIPCRANGE'].fields_by_name['buffer_bytes']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['buffer_bytes']._serialized_options = b'\212\350\030\004\010\001\020\001'
+  _globals['_CUDAIPCRANGE'].fields_by_name['buffer_offset']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['buffer_offset']._serialized_options = b'\212\350\030\004\010\001\020\000'
+  _globals['_CUDAIPCRANGE'].fields_by_name['ref_counter_handle']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['ref_counter_handle']._serialized_options = b'\212\350\030\003(\200\002'
+  _globals['_CUDAIPCRANGE'].fields_by_name['ref_counter_offset']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['ref_counter_offset']._serialized_options = b'\212\350\030\002\020\000'
+  _globals['_CUDAIPCRANGE'].fields_by_name['event_handle']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['event_handle']._serialized_options = b'\212\350\030\003(\200\002'
+  _globals['_CUDAIPCRANGE'].fields_by_name['offset']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['offset']._serialized_options = b'\212\350\030\004\010\001\020\000'
+  _globals['_CUDAIPCRANGE'].fields_by_name['byte_count']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['byte_count']._serialized_options = b'\212\350\030\004\010\001\020\000'
+  _globals['_CUDAIPCRANGE'].fields_by_name['torch_version']._loaded_options = None
+  _globals['_CUDAIPCRANGE'].fields_by_name['torch_version']._serialized_options = b'\212\350\030\004\010\001(@'
   _globals['_SHAREDMEMORYRANGE'].fields_by_name['segment']._loaded_options = None
   _globals['_SHAREDMEMORYRANGE'].fields_by_name['segment']._serialized_options = b'\212\350\030\"\010\001(\310\001B\033weightplane-[A-Za-z0-9._-]+'
   _globals['_SHAREDMEMORYRANGE'].fields_by_name['host_id']._loaded_options = None
@@ -60,10 +80,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SHAREDMEMORYRANGE'].fields_by_name['offset']._serialized_options = b'\212\350\030\004\010\001\020\000'
   _globals['_SHAREDMEMORYRANGE'].fields_by_name['byte_count']._loaded_options = None
   _globals['_SHAREDMEMORYRANGE'].fields_by_name['byte_count']._serialized_options = b'\212\350\030\004\010\001\020\000'
-  _globals['_DTYPE']._serialized_start=722
-  _globals['_DTYPE']._serialized_end=959
-  _globals['_TARGETKIND']._serialized_start=961
-  _globals['_TARGETKIND']._serialized_end=1073
+  _globals['_DTYPE']._serialized_start=1275
+  _globals['_DTYPE']._serialized_end=1512
+  _globals['_TARGETKIND']._serialized_start=1514
+  _globals['_TARGETKIND']._serialized_end=1626
   _globals['_TARGET']._serialized_start=75
   _globals['_TARGET']._serialized_end=159
   _globals['_TENSORSPEC']._serialized_start=162
@@ -71,7 +91,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TIE']._serialized_start=321
   _globals['_TIE']._serialized_end=379
   _globals['_BUFFERHANDLE']._serialized_start=382
-  _globals['_BUFFERHANDLE']._serialized_end=520
-  _globals['_SHAREDMEMORYRANGE']._serialized_start=523
-  _globals['_SHAREDMEMORYRANGE']._serialized_end=719
+  _globals['_BUFFERHANDLE']._serialized_end=613
+  _globals['_LINKBYTES']._serialized_start=615
+  _globals['_LINKBYTES']._serialized_end=676
+  _globals['_CUDAIPCRANGE']._serialized_start=679
+  _globals['_CUDAIPCRANGE']._serialized_end=1073
+  _globals['_SHAREDMEMORYRANGE']._serialized_start=1076
+  _globals['_SHAREDMEMORYRANGE']._serialized_end=1272
 # @@protoc_insertion_point(module_scope)

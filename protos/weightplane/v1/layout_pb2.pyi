@@ -214,6 +214,8 @@ class BufferHandle(_message.Message):
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     SHARED_MEMORY_FIELD_NUMBER: _builtins.int
     INLINE_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
+    CUDA_IPC_FIELD_NUMBER: _builtins.int
     device_uuid: _builtins.str
     """UUID of the device whose worker reads this buffer; empty when any worker of the host can."""
     inline: _builtins.bytes
@@ -224,22 +226,127 @@ class BufferHandle(_message.Message):
     def shared_memory(self) -> Global___SharedMemoryRange:
         """A range of a POSIX shared-memory segment of this host."""
 
+    @_builtins.property
+    def link(self) -> Global___LinkBytes:
+        """The bytes come over the update's link, in the order of the chunks."""
+
+    @_builtins.property
+    def cuda_ipc(self) -> Global___CudaIpcRange:
+        """A range of device memory that a process of this host exported."""
+
     def __init__(
         self,
         *,
         device_uuid: _builtins.str = ...,
         shared_memory: Global___SharedMemoryRange | None = ...,
         inline: _builtins.bytes = ...,
+        link: Global___LinkBytes | None = ...,
+        cuda_ipc: Global___CudaIpcRange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["inline", b"inline", "kind", b"kind", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "inline", b"inline", "kind", b"kind", "link", b"link", "shared_memory", b"shared_memory"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_uuid", b"device_uuid", "inline", b"inline", "kind", b"kind", "shared_memory", b"shared_memory"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cuda_ipc", b"cuda_ipc", "device_uuid", b"device_uuid", "inline", b"inline", "kind", b"kind", "link", b"link", "shared_memory", b"shared_memory"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["shared_memory", "inline"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["shared_memory", "inline", "link", "cuda_ipc"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
 Global___BufferHandle: _TypeAlias = BufferHandle  # noqa: Y015
+
+@_typing.final
+class LinkBytes(_message.Message):
+    """Bytes that a link carries beside the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    byte_count: _builtins.int
+    """Bytes of the chunk. 0 is legal: an empty chunk, for which nothing goes over the link."""
+    def __init__(
+        self,
+        *,
+        byte_count: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "byte_count", b"byte_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "byte_count", b"byte_count"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
+    _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__byte_count) -> _WhichOneofReturnType__byte_count | None: ...
+
+Global___LinkBytes: _TypeAlias = LinkBytes  # noqa: Y015
+
+@_typing.final
+class CudaIpcRange(_message.Message):
+    """A range of device memory, as torch exports it. Typed fields: nothing here is unpickled, and only a worker on the
+    device opens it. The device is the handle's `device_uuid`; no index of one is sent.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MEMORY_HANDLE_FIELD_NUMBER: _builtins.int
+    BUFFER_BYTES_FIELD_NUMBER: _builtins.int
+    BUFFER_OFFSET_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_HANDLE_FIELD_NUMBER: _builtins.int
+    REF_COUNTER_OFFSET_FIELD_NUMBER: _builtins.int
+    EVENT_HANDLE_FIELD_NUMBER: _builtins.int
+    EVENT_SYNC_REQUIRED_FIELD_NUMBER: _builtins.int
+    OFFSET_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    TORCH_VERSION_FIELD_NUMBER: _builtins.int
+    memory_handle: _builtins.bytes
+    """The exported allocation: CUDA's memory handle."""
+    buffer_bytes: _builtins.int
+    """Bytes of the exported buffer."""
+    buffer_offset: _builtins.int
+    """Where the buffer starts in the allocation."""
+    ref_counter_handle: _builtins.bytes
+    """The exporter's count of readers."""
+    ref_counter_offset: _builtins.int
+    """Where in that counter."""
+    event_handle: _builtins.bytes
+    """An event of the exporter to wait for; empty if there is none."""
+    event_sync_required: _builtins.bool
+    """Whether it must be waited for."""
+    offset: _builtins.int
+    """First byte of the range in the buffer."""
+    byte_count: _builtins.int
+    """Bytes in the range. 0 is legal: an empty chunk."""
+    torch_version: _builtins.str
+    """torch of the exporter: the format of these fields is its own, so another one's is refused."""
+    def __init__(
+        self,
+        *,
+        memory_handle: _builtins.bytes = ...,
+        buffer_bytes: _builtins.int = ...,
+        buffer_offset: _builtins.int | None = ...,
+        ref_counter_handle: _builtins.bytes = ...,
+        ref_counter_offset: _builtins.int = ...,
+        event_handle: _builtins.bytes = ...,
+        event_sync_required: _builtins.bool = ...,
+        offset: _builtins.int | None = ...,
+        byte_count: _builtins.int | None = ...,
+        torch_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_offset", b"_offset", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "offset", b"offset"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_offset", b"_offset", "buffer_bytes", b"buffer_bytes", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "memory_handle", b"memory_handle", "offset", b"offset", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset", "torch_version", b"torch_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__buffer_offset: _TypeAlias = _typing.Literal["buffer_offset"]  # noqa: Y015
+    _WhichOneofArgType__buffer_offset: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset"]  # noqa: Y015
+    _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
+    _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
+    _WhichOneofReturnType__offset: _TypeAlias = _typing.Literal["offset"]  # noqa: Y015
+    _WhichOneofArgType__offset: _TypeAlias = _typing.Literal["_offset", b"_offset"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__buffer_offset) -> _WhichOneofReturnType__buffer_offset | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__byte_count) -> _WhichOneofReturnType__byte_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
+
+Global___CudaIpcRange: _TypeAlias = CudaIpcRange  # noqa: Y015
 
 @_typing.final
 class SharedMemoryRange(_message.Message):

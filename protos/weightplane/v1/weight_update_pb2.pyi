@@ -22,6 +22,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _LinkFate:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LinkFateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LinkFate.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LINK_FATE_UNSPECIFIED: _LinkFate.ValueType  # 0
+    """Not set: as PER_ENGINE."""
+    LINK_FATE_PER_ENGINE: _LinkFate.ValueType  # 1
+    """Each engine has connections of its own."""
+    LINK_FATE_SHARED: _LinkFate.ValueType  # 2
+    """One communicator: a member that dies or stops ends the bytes of all. What was not committed then is aborted; no
+    engine is poisoned by it, since nothing is installed before every byte is in and checked.
+    """
+
+class LinkFate(_LinkFate, metaclass=_LinkFateEnumTypeWrapper):
+    """Whose failure ends whose bytes."""
+
+LINK_FATE_UNSPECIFIED: LinkFate.ValueType  # 0
+"""Not set: as PER_ENGINE."""
+LINK_FATE_PER_ENGINE: LinkFate.ValueType  # 1
+"""Each engine has connections of its own."""
+LINK_FATE_SHARED: LinkFate.ValueType  # 2
+"""One communicator: a member that dies or stops ends the bytes of all. What was not committed then is aborted; no
+engine is poisoned by it, since nothing is installed before every byte is in and checked.
+"""
+Global___LinkFate: _TypeAlias = LinkFate  # noqa: Y015
+
 class _UpdateWriter:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -60,6 +88,10 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     """Bytes inside the stream's messages."""
     TRANSPORT_CHECKPOINT: _Transport.ValueType  # 3
     """A directory of safetensors files that the agent reads itself."""
+    TRANSPORT_BROADCAST: _Transport.ValueType  # 4
+    """One sender broadcasts to all engines of a link: gloo between hosts without GPUs, NCCL between GPUs."""
+    TRANSPORT_CUDA_IPC: _Transport.ValueType  # 5
+    """Device memory that the slot's ranks export to the workers on the same devices."""
 
 class Transport(_Transport, metaclass=_TransportEnumTypeWrapper):
     """How bytes reach an engine."""
@@ -72,6 +104,10 @@ TRANSPORT_INLINE: Transport.ValueType  # 2
 """Bytes inside the stream's messages."""
 TRANSPORT_CHECKPOINT: Transport.ValueType  # 3
 """A directory of safetensors files that the agent reads itself."""
+TRANSPORT_BROADCAST: Transport.ValueType  # 4
+"""One sender broadcasts to all engines of a link: gloo between hosts without GPUs, NCCL between GPUs."""
+TRANSPORT_CUDA_IPC: Transport.ValueType  # 5
+"""Device memory that the slot's ranks export to the workers on the same devices."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
 
 @_typing.final
@@ -142,6 +178,7 @@ class UpdateOpen(_message.Message):
     INSTALL_LIMIT_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
@@ -180,6 +217,12 @@ class UpdateOpen(_message.Message):
         Absent: the engine's own limit.
         """
 
+    @_builtins.property
+    def link(self) -> Global___Link:
+        """With TRANSPORT_BROADCAST: the connections that the bytes come over. `accepted` means that they were made and
+        probed.
+        """
+
     def __init__(
         self,
         *,
@@ -195,14 +238,55 @@ class UpdateOpen(_message.Message):
         install_limit: _duration_pb2.Duration | None = ...,
         writer: Global___UpdateWriter.ValueType = ...,
         checkpoint: _builtins.str = ...,
+        link: Global___Link | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "manifest", b"manifest", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "manifest", b"manifest", "model", b"model", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___UpdateOpen: _TypeAlias = UpdateOpen  # noqa: Y015
+
+@_typing.final
+class Link(_message.Message):
+    """Made connections for bytes: one sender and the engines that it feeds. Made and probed before the first byte of an
+    update, kept while the plan's members are unchanged, and gone with them.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    FATE_FIELD_NUMBER: _builtins.int
+    link_id: _builtins.str
+    """Names these very connections: another set of members, or a new attempt to connect them, has another id."""
+    rendezvous: _builtins.str
+    """Where the members meet, host:port; the sender listens there."""
+    size: _builtins.int
+    """Members, the sender among them."""
+    position: _builtins.int
+    """This engine's place among them. The sender's is 0."""
+    fate: Global___LinkFate.ValueType
+    """Whose failure ends whose bytes."""
+    def __init__(
+        self,
+        *,
+        link_id: _builtins.str = ...,
+        rendezvous: _builtins.str = ...,
+        size: _builtins.int = ...,
+        position: _builtins.int = ...,
+        fate: Global___LinkFate.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fate", b"fate", "link_id", b"link_id", "position", b"position", "rendezvous", b"rendezvous", "size", b"size"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Link: _TypeAlias = Link  # noqa: Y015
 
 @_typing.final
 class Base(_message.Message):
@@ -248,7 +332,7 @@ class Manifest(_message.Message):
     tensor_count: _builtins.int
     """Tensors of the layout."""
     byte_count: _builtins.int
-    """Bytes of all tensors together."""
+    """Bytes of all tensors together; of a delta too: of what it results in."""
     step: _builtins.int
     """The trainer's step, for people and samples; never compared."""
     @_builtins.property
@@ -331,7 +415,9 @@ Global___LayoutPart: _TypeAlias = LayoutPart  # noqa: Y015
 
 @_typing.final
 class Chunk(_message.Message):
-    """A run of tensors' bytes. A tensor may go over several chunks; an empty chunk is legal."""
+    """A run of tensors' bytes. A tensor may go over several chunks; an empty chunk is legal. In a delta a tensor without
+    any record stays as it is in the base.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -382,6 +468,7 @@ class TensorRecord(_message.Message):
     BUFFER_OFFSET_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    CHANGED_ELEMENTS_FIELD_NUMBER: _builtins.int
     tensor: _builtins.int
     """Index into the layout's tensors."""
     tensor_offset: _builtins.int
@@ -392,6 +479,11 @@ class TensorRecord(_message.Message):
     """How many bytes."""
     checksum: _builtins.bytes
     """XXH3_64 (canonical, 8 bytes) of the *whole* tensor, on the record that completes it; else absent."""
+    changed_elements: _builtins.int
+    """In a delta, where only some elements of the tensor change: how many this record carries. The buffer has their
+    indexes (int32, little-endian, rising, counted from the first element at `tensor_offset`) and then their new
+    values, together `byte_count` bytes. Absent: plain bytes.
+    """
     def __init__(
         self,
         *,
@@ -400,15 +492,18 @@ class TensorRecord(_message.Message):
         buffer_offset: _builtins.int | None = ...,
         byte_count: _builtins.int | None = ...,
         checksum: _builtins.bytes | None = ...,
+        changed_elements: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_checksum", b"_checksum", "_tensor", b"_tensor", "_tensor_offset", b"_tensor_offset", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "checksum", b"checksum", "tensor", b"tensor", "tensor_offset", b"tensor_offset"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_changed_elements", b"_changed_elements", "_checksum", b"_checksum", "_tensor", b"_tensor", "_tensor_offset", b"_tensor_offset", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "changed_elements", b"changed_elements", "checksum", b"checksum", "tensor", b"tensor", "tensor_offset", b"tensor_offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_checksum", b"_checksum", "_tensor", b"_tensor", "_tensor_offset", b"_tensor_offset", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "checksum", b"checksum", "tensor", b"tensor", "tensor_offset", b"tensor_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_changed_elements", b"_changed_elements", "_checksum", b"_checksum", "_tensor", b"_tensor", "_tensor_offset", b"_tensor_offset", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "changed_elements", b"changed_elements", "checksum", b"checksum", "tensor", b"tensor", "tensor_offset", b"tensor_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__buffer_offset: _TypeAlias = _typing.Literal["buffer_offset"]  # noqa: Y015
     _WhichOneofArgType__buffer_offset: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset"]  # noqa: Y015
     _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
     _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
+    _WhichOneofReturnType__changed_elements: _TypeAlias = _typing.Literal["changed_elements"]  # noqa: Y015
+    _WhichOneofArgType__changed_elements: _TypeAlias = _typing.Literal["_changed_elements", b"_changed_elements"]  # noqa: Y015
     _WhichOneofReturnType__checksum: _TypeAlias = _typing.Literal["checksum"]  # noqa: Y015
     _WhichOneofArgType__checksum: _TypeAlias = _typing.Literal["_checksum", b"_checksum"]  # noqa: Y015
     _WhichOneofReturnType__tensor: _TypeAlias = _typing.Literal["tensor"]  # noqa: Y015
@@ -419,6 +514,8 @@ class TensorRecord(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__buffer_offset) -> _WhichOneofReturnType__buffer_offset | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__byte_count) -> _WhichOneofReturnType__byte_count | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_elements) -> _WhichOneofReturnType__changed_elements | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__checksum) -> _WhichOneofReturnType__checksum | None: ...
     @_typing.overload

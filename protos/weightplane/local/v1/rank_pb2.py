@@ -29,7 +29,7 @@ from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 from weightplane.v1 import weight_update_pb2 as weightplane_dot_v1_dot_weight__update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweightplane/local/v1/rank.proto\x12\x14weightplane.local.v1\x1a\x1aweightplane/v1/fleet.proto\x1a\x1bweightplane/v1/layout.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\xc8\x03\n\x0bRankRequest\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.weightplane.local.v1.JoinH\x00\x12>\n\x0blayout_part\x18\x02 \x01(\x0b\x32\'.weightplane.local.v1.LayoutPartMessageH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.weightplane.local.v1.ProgressH\x00\x12\x35\n\npush_begin\x18\x04 \x01(\x0b\x32\x1f.weightplane.local.v1.PushBeginH\x00\x12\x35\n\nsend_chunk\x18\x05 \x01(\x0b\x32\x1f.weightplane.local.v1.SendChunkH\x00\x12\x31\n\x08push_end\x18\x06 \x01(\x0b\x32\x1d.weightplane.local.v1.PushEndH\x00\x12\x37\n\x0bpush_failed\x18\x07 \x01(\x0b\x32 .weightplane.local.v1.PushFailedH\x00\x12,\n\x05leave\x18\x08 \x01(\x0b\x32\x1b.weightplane.local.v1.LeaveH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xf3\x01\n\x04Join\x12\x19\n\x04rank\x18\x01 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x08\x01H\x00\x88\x01\x01\x12\x1c\n\nworld_size\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x15\n\x05model\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x17\n\x07host_id\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1b\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x1f\n\rlayout_digest\x18\x08 \x01(\x0c\x42\x08\x8a\xe8\x18\x04  ( \x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x42\x07\n\x05_rank\"\x91\x01\n\x11LayoutPartMessage\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.weightplane.v1.TensorSpec\x12!\n\x04ties\x18\x04 \x03(\x0b\x32\x13.weightplane.v1.Tie\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"\'\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\"D\n\tPushBegin\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x10\n\x08sequence\x18\x03 \x01(\x03\"\x8c\x01\n\tSendChunk\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05index\x18\x02 \x01(\x03\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.weightplane.v1.TensorRecord\x12-\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x1c.weightplane.v1.BufferHandle\"^\n\x07PushEnd\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\x0c\"\xb4\x01\n\nPushFailed\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x03 \x03(\x0b\x32\x33.weightplane.local.v1.PushFailed.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x07\n\x05Leave\"\xf4\x01\n\x0cRankResponse\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.weightplane.local.v1.JoinedH\x00\x12\x33\n\tpush_plan\x18\x02 \x01(\x0b\x32\x1e.weightplane.local.v1.PushPlanH\x00\x12\x37\n\x0bpush_result\x18\x03 \x01(\x0b\x32 .weightplane.local.v1.PushResultH\x00\x12\x33\n\x05\x65rror\x18\x04 \x01(\x0b\x32\".weightplane.local.v1.SessionErrorH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"&\n\x06Joined\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\x83\x02\n\x08PushPlan\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x15\n\rplan_revision\x18\x04 \x01(\x03\x12/\n\x0b\x61ssignments\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.Assignment\x12\x30\n\x0cshared_slots\x18\x06 \x03(\x0b\x32\x1a.weightplane.local.v1.Slot\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\x12\x10\n\x08sequence\x18\x08 \x01(\x03\"(\n\x04Slot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"\xa2\x02\n\nPushResult\x12*\n\x05state\x18\x01 \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x17\n\x0fmemory_released\x18\x02 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x33.weightplane.local.v1.PushResult.ErrorMetadataEntry\x12\r\n\x05retry\x18\x06 \x01(\x08\x12\x10\n\x08sequence\x18\x07 \x01(\x03\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb4\x01\n\x0cSessionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x42\n\x08metadata\x18\x04 \x03(\x0b\x32\x30.weightplane.local.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweightplane/local/v1/rank.proto\x12\x14weightplane.local.v1\x1a\x1aweightplane/v1/fleet.proto\x1a\x1bweightplane/v1/layout.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\xb8\x04\n\x0bRankRequest\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.weightplane.local.v1.JoinH\x00\x12>\n\x0blayout_part\x18\x02 \x01(\x0b\x32\'.weightplane.local.v1.LayoutPartMessageH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.weightplane.local.v1.ProgressH\x00\x12\x35\n\npush_begin\x18\x04 \x01(\x0b\x32\x1f.weightplane.local.v1.PushBeginH\x00\x12\x35\n\nsend_chunk\x18\x05 \x01(\x0b\x32\x1f.weightplane.local.v1.SendChunkH\x00\x12\x31\n\x08push_end\x18\x06 \x01(\x0b\x32\x1d.weightplane.local.v1.PushEndH\x00\x12\x37\n\x0bpush_failed\x18\x07 \x01(\x0b\x32 .weightplane.local.v1.PushFailedH\x00\x12,\n\x05leave\x18\x08 \x01(\x0b\x32\x1b.weightplane.local.v1.LeaveH\x00\x12\x33\n\tlink_made\x18\t \x01(\x0b\x32\x1e.weightplane.local.v1.LinkMadeH\x00\x12\x39\n\x0c\x64\x65lta_chosen\x18\n \x01(\x0b\x32!.weightplane.local.v1.DeltaChosenH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xf3\x01\n\x04Join\x12\x19\n\x04rank\x18\x01 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x08\x01H\x00\x88\x01\x01\x12\x1c\n\nworld_size\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x15\n\x05model\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x17\n\x07host_id\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1b\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x1f\n\rlayout_digest\x18\x08 \x01(\x0c\x42\x08\x8a\xe8\x18\x04  ( \x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x42\x07\n\x05_rank\"\x91\x01\n\x11LayoutPartMessage\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.weightplane.v1.TensorSpec\x12!\n\x04ties\x18\x04 \x03(\x0b\x32\x13.weightplane.v1.Tie\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"\'\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\"z\n\tPushBegin\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\x12\"\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x14.weightplane.v1.Base\"\x8c\x01\n\tSendChunk\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05index\x18\x02 \x01(\x03\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.weightplane.v1.TensorRecord\x12-\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x1c.weightplane.v1.BufferHandle\"^\n\x07PushEnd\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\x0c\"Q\n\x08LinkMade\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x12\n\nengine_ids\x18\x04 \x03(\t\"0\n\x0b\x44\x65ltaChosen\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\"\xb4\x01\n\nPushFailed\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x03 \x03(\x0b\x32\x33.weightplane.local.v1.PushFailed.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x07\n\x05Leave\"\xee\x02\n\x0cRankResponse\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.weightplane.local.v1.JoinedH\x00\x12\x33\n\tpush_plan\x18\x02 \x01(\x0b\x32\x1e.weightplane.local.v1.PushPlanH\x00\x12\x37\n\x0bpush_result\x18\x03 \x01(\x0b\x32 .weightplane.local.v1.PushResultH\x00\x12\x33\n\x05\x65rror\x18\x04 \x01(\x0b\x32\".weightplane.local.v1.SessionErrorH\x00\x12=\n\x0e\x63hunk_released\x18\x05 \x01(\x0b\x32#.weightplane.local.v1.ChunkReleasedH\x00\x12\x39\n\x0cpush_serving\x18\x06 \x01(\x0b\x32!.weightplane.local.v1.PushServingH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"0\n\rChunkReleased\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"3\n\x0bPushServing\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nengine_ids\x18\x02 \x03(\t\"&\n\x06Joined\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\x97\x02\n\x08PushPlan\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x15\n\rplan_revision\x18\x04 \x01(\x03\x12/\n\x0b\x61ssignments\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.Assignment\x12\x30\n\x0cshared_slots\x18\x06 \x03(\x0b\x32\x1a.weightplane.local.v1.Slot\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\x12\x10\n\x08sequence\x18\x08 \x01(\x03\x12\x12\n\nkeep_whole\x18\t \x01(\x08\"(\n\x04Slot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"\xa2\x02\n\nPushResult\x12*\n\x05state\x18\x01 \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x17\n\x0fmemory_released\x18\x02 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x33.weightplane.local.v1.PushResult.ErrorMetadataEntry\x12\r\n\x05retry\x18\x06 \x01(\x08\x12\x10\n\x08sequence\x18\x07 \x01(\x03\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb4\x01\n\x0cSessionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x42\n\x08metadata\x18\x04 \x03(\x0b\x32\x30.weightplane.local.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -59,39 +59,47 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONERROR_METADATAENTRY']._loaded_options = None
   _globals['_SESSIONERROR_METADATAENTRY']._serialized_options = b'8\001'
   _globals['_RANKREQUEST']._serialized_start=209
-  _globals['_RANKREQUEST']._serialized_end=665
-  _globals['_JOIN']._serialized_start=668
-  _globals['_JOIN']._serialized_end=911
-  _globals['_LAYOUTPARTMESSAGE']._serialized_start=914
-  _globals['_LAYOUTPARTMESSAGE']._serialized_end=1059
-  _globals['_PROGRESS']._serialized_start=1061
-  _globals['_PROGRESS']._serialized_end=1100
-  _globals['_PUSHBEGIN']._serialized_start=1102
-  _globals['_PUSHBEGIN']._serialized_end=1170
-  _globals['_SENDCHUNK']._serialized_start=1173
-  _globals['_SENDCHUNK']._serialized_end=1313
-  _globals['_PUSHEND']._serialized_start=1315
-  _globals['_PUSHEND']._serialized_end=1409
-  _globals['_PUSHFAILED']._serialized_start=1412
-  _globals['_PUSHFAILED']._serialized_end=1592
-  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_start=1540
-  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_end=1592
-  _globals['_LEAVE']._serialized_start=1594
-  _globals['_LEAVE']._serialized_end=1601
-  _globals['_RANKRESPONSE']._serialized_start=1604
-  _globals['_RANKRESPONSE']._serialized_end=1848
-  _globals['_JOINED']._serialized_start=1850
-  _globals['_JOINED']._serialized_end=1888
-  _globals['_PUSHPLAN']._serialized_start=1891
-  _globals['_PUSHPLAN']._serialized_end=2150
-  _globals['_SLOT']._serialized_start=2152
-  _globals['_SLOT']._serialized_end=2192
-  _globals['_PUSHRESULT']._serialized_start=2195
-  _globals['_PUSHRESULT']._serialized_end=2485
-  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_start=1540
-  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_end=1592
-  _globals['_SESSIONERROR']._serialized_start=2488
-  _globals['_SESSIONERROR']._serialized_end=2668
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=2621
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=2668
+  _globals['_RANKREQUEST']._serialized_end=777
+  _globals['_JOIN']._serialized_start=780
+  _globals['_JOIN']._serialized_end=1023
+  _globals['_LAYOUTPARTMESSAGE']._serialized_start=1026
+  _globals['_LAYOUTPARTMESSAGE']._serialized_end=1171
+  _globals['_PROGRESS']._serialized_start=1173
+  _globals['_PROGRESS']._serialized_end=1212
+  _globals['_PUSHBEGIN']._serialized_start=1214
+  _globals['_PUSHBEGIN']._serialized_end=1336
+  _globals['_SENDCHUNK']._serialized_start=1339
+  _globals['_SENDCHUNK']._serialized_end=1479
+  _globals['_PUSHEND']._serialized_start=1481
+  _globals['_PUSHEND']._serialized_end=1575
+  _globals['_LINKMADE']._serialized_start=1577
+  _globals['_LINKMADE']._serialized_end=1658
+  _globals['_DELTACHOSEN']._serialized_start=1660
+  _globals['_DELTACHOSEN']._serialized_end=1708
+  _globals['_PUSHFAILED']._serialized_start=1711
+  _globals['_PUSHFAILED']._serialized_end=1891
+  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_start=1839
+  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_end=1891
+  _globals['_LEAVE']._serialized_start=1893
+  _globals['_LEAVE']._serialized_end=1900
+  _globals['_RANKRESPONSE']._serialized_start=1903
+  _globals['_RANKRESPONSE']._serialized_end=2269
+  _globals['_CHUNKRELEASED']._serialized_start=2271
+  _globals['_CHUNKRELEASED']._serialized_end=2319
+  _globals['_PUSHSERVING']._serialized_start=2321
+  _globals['_PUSHSERVING']._serialized_end=2372
+  _globals['_JOINED']._serialized_start=2374
+  _globals['_JOINED']._serialized_end=2412
+  _globals['_PUSHPLAN']._serialized_start=2415
+  _globals['_PUSHPLAN']._serialized_end=2694
+  _globals['_SLOT']._serialized_start=2696
+  _globals['_SLOT']._serialized_end=2736
+  _globals['_PUSHRESULT']._serialized_start=2739
+  _globals['_PUSHRESULT']._serialized_end=3029
+  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_start=1839
+  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_end=1891
+  _globals['_SESSIONERROR']._serialized_start=3032
+  _globals['_SESSIONERROR']._serialized_end=3212
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=3165
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=3212
 # @@protoc_insertion_point(module_scope)

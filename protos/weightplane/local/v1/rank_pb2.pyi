@@ -40,6 +40,8 @@ class RankRequest(_message.Message):
     PUSH_END_FIELD_NUMBER: _builtins.int
     PUSH_FAILED_FIELD_NUMBER: _builtins.int
     LEAVE_FIELD_NUMBER: _builtins.int
+    LINK_MADE_FIELD_NUMBER: _builtins.int
+    DELTA_CHOSEN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___Join:
         """First."""
@@ -72,6 +74,14 @@ class RankRequest(_message.Message):
     def leave(self) -> Global___Leave:
         """The rank leaves on purpose."""
 
+    @_builtins.property
+    def link_made(self) -> Global___LinkMade:
+        """Where engines of a link meet this rank; leaders only."""
+
+    @_builtins.property
+    def delta_chosen(self) -> Global___DeltaChosen:
+        """Whether engines that could get a delta do; leaders only."""
+
     def __init__(
         self,
         *,
@@ -83,12 +93,14 @@ class RankRequest(_message.Message):
         push_end: Global___PushEnd | None = ...,
         push_failed: Global___PushFailed | None = ...,
         leave: Global___Leave | None = ...,
+        link_made: Global___LinkMade | None = ...,
+        delta_chosen: Global___DeltaChosen | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["join", b"join", "layout_part", b"layout_part", "leave", b"leave", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["join", b"join", "layout_part", b"layout_part", "leave", b"leave", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -227,22 +239,32 @@ class PushBegin(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    DETACHED_FIELD_NUMBER: _builtins.int
+    BASE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step whose weights these are; equal on all ranks."""
     timeout_seconds: _builtins.float
     """How long the rank waits for the result; the shortest of all ranks counts."""
     sequence: _builtins.int
     """Counts the attempts of this rank; what answers it repeats it, so that a late answer is known as one."""
+    detached: _builtins.bool
+    """The rank goes on training once its weights are read: a failure is not repeated by the ranks."""
+    @_builtins.property
+    def base(self) -> _weight_update_pb2.Base:
+        """The version whose bytes this rank still has; for a delta. Equal on all ranks that have any."""
+
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         timeout_seconds: _builtins.float = ...,
         sequence: _builtins.int = ...,
+        detached: _builtins.bool = ...,
+        base: _weight_update_pb2.Base | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "detached", b"detached", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -325,6 +347,70 @@ class PushEnd(_message.Message):
 Global___PushEnd: _TypeAlias = PushEnd  # noqa: Y015
 
 @_typing.final
+class LinkMade(_message.Message):
+    """The rank listens: engines of one link can be told to come."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LINK_FIELD_NUMBER: _builtins.int
+    LINK_ID_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    link: _builtins.str
+    """The plan's name of it."""
+    link_id: _builtins.str
+    """Names these connections; see Link in weight_update.proto."""
+    rendezvous: _builtins.str
+    """Where, host:port."""
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines in the order of their positions, from 1."""
+
+    def __init__(
+        self,
+        *,
+        link: _builtins.str = ...,
+        link_id: _builtins.str = ...,
+        rendezvous: _builtins.str = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "link", b"link", "link_id", b"link_id", "rendezvous", b"rendezvous"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LinkMade: _TypeAlias = LinkMade  # noqa: Y015
+
+@_typing.final
+class DeltaChosen(_message.Message):
+    """What engines that hold the base are sent. Before the first chunk for them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    DELTA_FIELD_NUMBER: _builtins.int
+    delta: _builtins.bool
+    """What changed; else everything."""
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those engines."""
+
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        delta: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta", b"delta", "engine_ids", b"engine_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeltaChosen: _TypeAlias = DeltaChosen  # noqa: Y015
+
+@_typing.final
 class PushFailed(_message.Message):
     """The rank cannot go on with this push."""
 
@@ -403,6 +489,8 @@ class RankResponse(_message.Message):
     PUSH_PLAN_FIELD_NUMBER: _builtins.int
     PUSH_RESULT_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    CHUNK_RELEASED_FIELD_NUMBER: _builtins.int
+    PUSH_SERVING_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def joined(self) -> Global___Joined:
         """Every rank joined and the lease is held."""
@@ -419,6 +507,14 @@ class RankResponse(_message.Message):
     def error(self) -> Global___SessionError:
         """The session is over."""
 
+    @_builtins.property
+    def chunk_released(self) -> Global___ChunkReleased:
+        """A chunk's memory may be written again."""
+
+    @_builtins.property
+    def push_serving(self) -> Global___PushServing:
+        """The fleet takes requests under the version; after a push_result that was a success."""
+
     def __init__(
         self,
         *,
@@ -426,16 +522,72 @@ class RankResponse(_message.Message):
         push_plan: Global___PushPlan | None = ...,
         push_result: Global___PushResult | None = ...,
         error: Global___SessionError | None = ...,
+        chunk_released: Global___ChunkReleased | None = ...,
+        push_serving: Global___PushServing | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_released", b"chunk_released", "error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result", "push_serving", b"push_serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_released", b"chunk_released", "error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result", "push_serving", b"push_serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["joined", "push_plan", "push_result", "error"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["joined", "push_plan", "push_result", "error", "chunk_released", "push_serving"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
 Global___RankResponse: _TypeAlias = RankResponse  # noqa: Y015
+
+@_typing.final
+class ChunkReleased(_message.Message):
+    """A chunk's memory may be written again (INV-12)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """The chunk; every one up to it is free."""
+    sequence: _builtins.int
+    """Of the rank's push_begin."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ChunkReleased: _TypeAlias = ChunkReleased  # noqa: Y015
+
+@_typing.final
+class PushServing(_message.Message):
+    """The fleet takes requests under the version, or will not within the limit."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Of the rank's push_begin."""
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that do."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushServing: _TypeAlias = PushServing  # noqa: Y015
 
 @_typing.final
 class Joined(_message.Message):
@@ -477,6 +629,7 @@ class PushPlan(_message.Message):
     SHARED_SLOTS_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    KEEP_WHOLE_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update."""
     plan_digest: _builtins.bytes
@@ -487,6 +640,8 @@ class PushPlan(_message.Message):
     """Largest chunk to export."""
     sequence: _builtins.int
     """Of the rank's push_begin."""
+    keep_whole: _builtins.bool
+    """The agent reads the whole version after the commit too: keep all of it, not a ring of chunks."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """Its version."""
@@ -510,10 +665,11 @@ class PushPlan(_message.Message):
         shared_slots: _abc.Iterable[Global___Slot] | None = ...,
         chunk_bytes: _builtins.int = ...,
         sequence: _builtins.int = ...,
+        keep_whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "chunk_bytes", b"chunk_bytes", "plan_digest", b"plan_digest", "plan_revision", b"plan_revision", "sequence", b"sequence", "shared_slots", b"shared_slots", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "chunk_bytes", b"chunk_bytes", "keep_whole", b"keep_whole", "plan_digest", b"plan_digest", "plan_revision", b"plan_revision", "sequence", b"sequence", "shared_slots", b"shared_slots", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
