@@ -162,7 +162,7 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
-        """How bytes can reach it. Empty: SHARED_MEMORY and INLINE."""
+        """How bytes can reach it. Empty: TRANSPORT_SHARED_MEMORY and TRANSPORT_INLINE."""
 
     def __init__(
         self,
@@ -225,7 +225,7 @@ class TrainerHello(_message.Message):
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
-        """How its ranks can send. Empty: SHARED_MEMORY and INLINE."""
+        """How its ranks can send. Empty: TRANSPORT_SHARED_MEMORY and TRANSPORT_INLINE."""
 
     @_builtins.property
     def load(self) -> Global___Load:
@@ -724,9 +724,9 @@ class Assignment(_message.Message):
     reason: _builtins.str
     """Why this transport and these ranks, for people."""
     link: _builtins.str
-    """With BROADCAST: which link. Assignments with one link have one leader, and the order of the plan."""
+    """With TRANSPORT_BROADCAST: which link. Assignments with one link have one leader, and the order of the plan."""
     fate: _weight_update_pb2.LinkFate.ValueType
-    """With BROADCAST: whose failure ends whose bytes."""
+    """With TRANSPORT_BROADCAST: whose failure ends whose bytes."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""

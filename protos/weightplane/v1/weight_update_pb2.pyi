@@ -29,7 +29,7 @@ class _LinkFate:
 class _LinkFateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LinkFate.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     LINK_FATE_UNSPECIFIED: _LinkFate.ValueType  # 0
-    """Not set: as PER_ENGINE."""
+    """Not set: as LINK_FATE_PER_ENGINE."""
     LINK_FATE_PER_ENGINE: _LinkFate.ValueType  # 1
     """Each engine has connections of its own."""
     LINK_FATE_SHARED: _LinkFate.ValueType  # 2
@@ -41,7 +41,7 @@ class LinkFate(_LinkFate, metaclass=_LinkFateEnumTypeWrapper):
     """Whose failure ends whose bytes."""
 
 LINK_FATE_UNSPECIFIED: LinkFate.ValueType  # 0
-"""Not set: as PER_ENGINE."""
+"""Not set: as LINK_FATE_PER_ENGINE."""
 LINK_FATE_PER_ENGINE: LinkFate.ValueType  # 1
 """Each engine has connections of its own."""
 LINK_FATE_SHARED: LinkFate.ValueType  # 2
