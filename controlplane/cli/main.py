@@ -13,6 +13,7 @@ import typer
 
 from controlplane.cli import daemons, engines, health, ledger, rollback, sim, status
 from controlplane.cli.demo.command import demo
+from controlplane.cli.up.command import up
 
 app = typer.Typer(
     name="weightplane",
@@ -25,6 +26,7 @@ app = typer.Typer(
 app.command(short_help="Run the coordinator.")(daemons.coordinator)
 app.command(short_help="Run an engine agent with its engine.")(daemons.engine)
 app.command(short_help="Run a trainer agent with its training ranks.")(daemons.trainer)
+app.command(short_help="Start a fleet file on this machine.")(up)
 app.command(short_help="Train a small model on this machine.")(demo)
 app.command(short_help="Show engines, trainers and updates.")(status.status)
 app.command(short_help="Show each engine's versions and conditions.")(engines.engines)

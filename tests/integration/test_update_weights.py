@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -17,6 +16,7 @@ from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory_engine import token_of, weights_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
+from tests.support.ports import free_port
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
 
 
@@ -373,9 +373,3 @@ async def test_metrics_name_what_is_served_and_what_was_refused(tmp_path: Path) 
         await eventually(all_there)
     finally:
         await fleet.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -19,6 +19,7 @@ COMMANDS = [
     "coordinator",
     "engine",
     "trainer",
+    "up",
     "demo",
     "status",
     "engines",
