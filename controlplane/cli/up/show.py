@@ -18,14 +18,17 @@ def show(plan: CheckedFleet, *, as_json: bool) -> None:
         top = {"coordinator": plan.coordinator.listen, "run_id": plan.coordinator.run_id}
         print(json.dumps({**top, "engines": engines}, indent=2))
         return
-    table = Table("engine", "group", "model", "serves at start", "unit", "weights", "devices", box=None)
+    table = Table(box=None)
+    for name in ("engine", "group", "model", "serves", "unit", "devices"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("weights", overflow="fold")
     for engine in plan.engines:
-        cells = _row(engine) | {"serves": "as number 0" if engine.initial == "serve" else "nothing"}
-        table.add_row(*(text or "–" for text in cells.values()), ", ".join(_devices(engine)) or "any")
+        cells = _row(engine) | {"serves": "as number 0" if engine.initial == "serve" else "nothing yet"}
+        weights = cells.pop("weights")
+        table.add_row(*(text or "–" for text in cells.values()), ", ".join(_devices(engine)) or "any", weights)
     console = Console(highlight=False)
-    console.print(
-        f"run {plan.coordinator.run_id}: coordinator at {plan.coordinator.listen}, {len(plan.engines)} engines"
-    )
+    where = f"coordinator at {plan.coordinator.listen}"
+    console.print(f"run {plan.coordinator.run_id}: {where}, {len(plan.engines)} engines")
     console.print(table)
 
 
