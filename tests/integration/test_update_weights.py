@@ -15,7 +15,7 @@ from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory_engine import token_of, weights_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
+from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Stream, Weights, local_fleet
 from tests.support.ports import free_port
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
 
@@ -257,7 +257,7 @@ async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(fleet: Lo
 async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet: LocalFleet) -> None:
     view = await fleet.engine("e0")
     stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
-    fence = {"run_id": "test-run", "engine": view.status.engine, "owner": "me"}
+    fence = {"run_id": RUN, "engine": view.status.engine, "owner": "me"}
     await stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence))  # type: ignore[arg-type]
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     status = await fleet.status("e0")
