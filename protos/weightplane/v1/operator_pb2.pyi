@@ -157,7 +157,7 @@ class SenderCost(_message.Message):
     chunks. A trainer that keeps checkpoints, or the bytes for deltas, keeps whole versions beside that.
     """
     device_memory_bytes: _builtins.int
-    """Device memory that it needs beside the model: two chunks with CUDA_IPC."""
+    """Device memory that it needs beside the model: two chunks with TRANSPORT_CUDA_IPC."""
     @_builtins.property
     def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentBytes]:
         """What it sends by each transport."""
@@ -238,7 +238,7 @@ class EngineCost(_message.Message):
     version.
     """
     loading_bytes: _builtins.int
-    """Device memory beside the model while it is installed: the largest module, with CUDA_IPC two chunks more."""
+    """Device memory beside the model while it is installed: the largest module, with TRANSPORT_CUDA_IPC two chunks more."""
     def __init__(
         self,
         *,
