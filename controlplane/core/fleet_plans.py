@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.core import errors as e
+from controlplane.core.engine_core import DELTA
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_records import EngineRecord, TrainerRecord
@@ -14,9 +15,6 @@ from controlplane.core.plan import LinkFate, Plan, Transport
 from controlplane.core.planner import Way, Ways, make_plan
 from controlplane.core.update_transaction import UpdatePolicy
 from controlplane.core.versions import EngineId, ModelName
-
-DELTA = "delta"
-"""The capability of an engine that takes what changed since a version that it holds."""
 
 
 def policy_of(book: Book, model: ModelName) -> UpdatePolicy:
