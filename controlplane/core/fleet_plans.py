@@ -11,8 +11,8 @@ from controlplane.core.engine_core import DELTA
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_records import EngineRecord, TrainerRecord
-from controlplane.core.plan import LinkFate, Plan, Transport
-from controlplane.core.planner import Way, Ways, make_plan
+from controlplane.core.plan import LinkFate, Plan, RankPlace, Transport
+from controlplane.core.planner import Way, Ways, devices_of, make_plan, misfit
 from controlplane.core.update_transaction import UpdatePolicy
 from controlplane.core.versions import EngineId, ModelName
 
@@ -32,17 +32,26 @@ def _groups(book: Book) -> dict[str, set[ModelName]]:
 
 
 def taking_part(
-    book: Book, model: ModelName, policy: UpdatePolicy, *, spare_lent: bool = False
+    book: Book, model: ModelName, policy: UpdatePolicy, ranks: Sequence[RankPlace] | None
 ) -> tuple[list[EngineRecord], frozenset[EngineId]]:
-    """The engines of an update, and who of them is required. `spare_lent`: the writer is not the trainer that may hold
-    their devices.
+    """The engines of an update that these ranks send, or the coordinator (None), and who of them is required.
 
     Raises:
         NoEngines, NotEnoughEngines.
     """
-    able = [r for r in book.of_model(model) if r.able and not (spare_lent and book.lent(r))]
+    able = able_engines(book, model, ranks)
     check_enough(book, model, policy, able)
     return able, required_of(book, able)
+
+
+def able_engines(book: Book, model: ModelName, ranks: Sequence[RankPlace] | None) -> list[EngineRecord]:
+    """Who could take an update. From ranks: whom they can feed; one that came while they were away may be a misfit.
+    From the coordinator, which is not the trainer: whose devices nobody else may hold."""
+    able = [r for r in book.of_model(model) if r.able]
+    if ranks is None:
+        return [r for r in able if not book.lent(r)]
+    held = devices_of(ranks)
+    return [r for r in able if misfit(r.place, held) is None]
 
 
 def check_enough(book: Book, model: ModelName, policy: UpdatePolicy, able: Sequence[EngineRecord]) -> None:
@@ -77,7 +86,7 @@ class Asked:
 def plan_of(
     book: Book, trainer: TrainerRecord, live: Sequence[EngineRecord], required: frozenset[EngineId], asked: Asked
 ) -> Plan:
-    """From what is known now. Raises CoordinatorRecovering, EngineMisfit."""
+    """From what is known now, for engines that fit. Raises CoordinatorRecovering."""
     check_ranks(book, trainer)
     ways = Ways(
         sends=trainer.transports,

@@ -5,18 +5,25 @@ What would refuse the update is named beside the plan that there would be, not i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from controlplane.core import errors as e
 from controlplane.core.engine_state import HoldKind, Life, Residency
 from controlplane.core.fleet_book import Book
-from controlplane.core.fleet_plans import Asked, check_enough, check_ranks, plan_of, policy_of, required_of
+from controlplane.core.fleet_plans import (
+    Asked,
+    able_engines,
+    check_enough,
+    check_ranks,
+    plan_of,
+    policy_of,
+    required_of,
+)
 from controlplane.core.fleet_records import EngineRecord, TrainerRecord
 from controlplane.core.names import natural_key
 from controlplane.core.plan import LinkFate, Plan, Transport
-from controlplane.core.planner import check_fit
+from controlplane.core.planner import devices_of, misfit
 from controlplane.core.versions import EngineId, ModelName
 
 
@@ -45,29 +52,30 @@ def preview(book: Book, model: str, transport: Transport | None, fate: LinkFate 
         raise e.InvalidRequest(field="transport", problem="no rank sends a checkpoint; the coordinator names it")
     trainer = _trainer(book, model)
     name, asked = trainer.model, Asked(trainer.avoid, None, transport, fate)
-    able = [r for r in book.of_model(name) if r.able]
-    misfits = {r.place.engine_id: m for r in able if (m := _refusal(partial(check_fit, r.place, trainer.ranks)))}
-    fitting = [r for r in able if r.place.engine_id not in misfits]
-    refusals = [
+    able = able_engines(book, name, trainer.ranks)
+    refusals = (
         _refusal(book.check_recovered),
         _refusal(lambda: _check_no_update(book, name)),
         _refusal(lambda: check_enough(book, name, policy_of(book, name), able)),
         _refusal(lambda: check_ranks(book, trainer)),
-        *misfits.values(),
-    ]
+    )
     plan = Plan(book.plan_revision, ())
-    if fitting and trainer.ranks:
-        plan = plan_of(book, trainer, fitting, required_of(book, fitting), asked)
-    left_out = {r.place.engine_id: _why_left_out(r) for r in book.of_model(name) if not r.able}
-    left_out |= {engine_id: str(error) for engine_id, error in misfits.items()}
+    if able and trainer.ranks:
+        plan = plan_of(book, trainer, able, required_of(book, able), asked)
+    planned = {r.place.engine_id for r in able}
+    left_out = [r for r in _by_name(book.of_model(name)) if r.place.engine_id not in planned]
     return Preview(
         name,
         trainer,
         plan,
-        tuple((engine_id, left_out[engine_id]) for engine_id in sorted(left_out, key=natural_key)),
+        tuple((r.place.engine_id, _why_left_out(r, trainer)) for r in left_out),
         tuple(refusal for refusal in refusals if refusal is not None),
         tuple(_notes(book, trainer, able)),
     )
+
+
+def _by_name(records: Iterable[EngineRecord]) -> list[EngineRecord]:
+    return sorted(records, key=lambda r: natural_key(r.place.engine_id))
 
 
 def _trainer(book: Book, model: str) -> TrainerRecord:
@@ -95,7 +103,7 @@ def _check_no_update(book: Book, model: ModelName) -> None:
         raise e.UpdateInProgress(update_id=current.update_id, version=str(current.version))
 
 
-def _why_left_out(record: EngineRecord) -> str:
+def _why_left_out(record: EngineRecord, trainer: TrainerRecord) -> str:
     state = record.state
     if record.session is None:
         return "silent: UNKNOWN"
@@ -103,7 +111,10 @@ def _why_left_out(record: EngineRecord) -> str:
         return f"its engine is {state.life.value}"
     if state.residency is not Residency.AWAKE:
         return "asleep" if state.residency is Residency.ASLEEP else "only its weights are in memory"
-    return f"draining, asked by {state.held_by(HoldKind.DRAINING)}"
+    draining = state.held_by(HoldKind.DRAINING)
+    if draining is not None:
+        return f"draining, asked by {draining}"
+    return str(misfit(record.place, devices_of(trainer.ranks)))
 
 
 def _notes(book: Book, trainer: TrainerRecord, able: Sequence[EngineRecord]) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from controlplane.core.engine_state import Held
@@ -44,17 +45,28 @@ class Ways:
     """Engines that hold it now, by their own report, and take deltas."""
 
 
-def check_fit(engine: EnginePlace, ranks: Iterable[RankPlace]) -> None:
-    """Raises EngineMisfit when ranks hold some of the engine's devices, but not all (G4)."""
-    held = {r.device_uuid for r in ranks}
+def misfit(engine: EnginePlace, held: AbstractSet[DeviceUuid]) -> EngineMisfit | None:
+    """Why an engine cannot be fed by the ranks that hold these devices: they hold some of its own, but not all (G4)."""
     missing = sorted((d for d in engine.device_uuids if d not in held), key=natural_key)
-    if missing and len(missing) < len(engine.device_uuids):
-        raise EngineMisfit(
-            engine_id=engine.engine_id,
-            held=len(engine.device_uuids) - len(missing),
-            total=len(engine.device_uuids),
-            missing=[str(d) for d in missing],
-        )
+    if not missing or len(missing) == len(engine.device_uuids):
+        return None
+    return EngineMisfit(
+        engine_id=engine.engine_id,
+        held=len(engine.device_uuids) - len(missing),
+        total=len(engine.device_uuids),
+        missing=[str(d) for d in missing],
+    )
+
+
+def check_fit(engine: EnginePlace, ranks: Iterable[RankPlace]) -> None:
+    """Raises EngineMisfit."""
+    error = misfit(engine, devices_of(ranks))
+    if error is not None:
+        raise error
+
+
+def devices_of(ranks: Iterable[RankPlace]) -> frozenset[DeviceUuid]:
+    return frozenset(r.device_uuid for r in ranks)
 
 
 def make_plan(
@@ -64,8 +76,11 @@ def make_plan(
     ranks: Sequence[RankPlace],
     ways: Ways | None = None,
 ) -> Plan:
-    """One assignment for each engine, in the order of engine ids."""
+    """One assignment for each engine, in the order of engine ids. Raises EngineMisfit."""
     ways = ways or Ways()
+    held = devices_of(ranks)
+    for error in filter(None, (misfit(engine, held) for engine in engines)):
+        raise error
     ordered = sorted(engines, key=lambda p: natural_key(p.engine_id))
     made = []
     for engine, senders, colocated in _with_senders(ordered, ranks):
@@ -113,7 +128,6 @@ def _with_senders(
     slots = {e.engine_id: _slot(e, by_device) for e in engines}
     load = Counter(slot[0].rank for slot in slots.values() if slot)
     for engine in engines:
-        check_fit(engine, ranks)
         slot = slots[engine.engine_id]
         senders = slot or [_chosen(engine, ranks, load)]
         if not slot:

@@ -140,15 +140,31 @@ async def test_G4_two_workers_on_one_device_are_refused_at_the_hello(fleet: Case
     assert (error.reason, "stands more than once" in str(error)) == ("INVALID_MESSAGE", True)
 
 
-async def test_a_misfit_that_came_while_the_trainer_was_away_is_named_by_the_dry_run(fleet: CaseFleet) -> None:
+async def test_G4_a_misfit_that_came_while_the_trainer_was_away_fails_no_plan_and_is_sent_away(
+    fleet: CaseFleet,
+) -> None:
     trainer = await fleet.new_trainer("t", ranks=ranks(A))
     trainer.die()
-    fleet.start_engine_at("wide", device_uuids=(A, B))
+    fleet.start_engine_at("good", device_uuids=("CPU-9",))
+    await fleet.wait_for_engines(1)
     stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
+    fleet.start_engine_at("wide", device_uuids=(A, B))
 
-    async def refused() -> list[str]:
+    async def left_out() -> list[tuple[str, str]]:
+        """Once its lease could be taken over, so that it is not sure that the trainer comes back."""
         found = await stub.Plan(operator_pb2.PlanRequest(model="policy"), timeout=5)
         assert found.left_out, "it is not known yet"
-        return [p.reason for p in found.problems]
+        return [(e.engine_id, e.cause) for e in found.left_out]
 
-    assert await eventually(refused) == ["ENGINE_MISFIT"]
+    text = f"wide: 1 of its 2 devices are held by trainer ranks; missing: GPU-{B}"
+    assert await eventually(left_out) == [("wide", text)]
+    assert [a.engine.engine_id for a in (await fleet.begin()).plan.assignments] == ["good"]
+    again = fleet.session()
+    trainer.hello.held_term = trainer.term
+    await again.say(trainer_hello=trainer.hello)
+    assert (await again.welcome()).trainer_term == trainer.term
+
+    async def sent_away() -> bool:
+        return not (await fleet.engine("wide")).known
+
+    await eventually(sent_away)
