@@ -34,13 +34,16 @@ from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
 from engine_agent.life import EngineLife
 from engine_agent.lifecycle_service import status_of
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
 RECONNECT_SECONDS = (0.2, 2.0)
 """First and longest wait before the next try; doubled in between, with jitter."""
 WELCOME_LIMIT_SECONDS = 15.0
+
+TRANSPORTS = (weight_update_pb2.TRANSPORT_SHARED_MEMORY, weight_update_pb2.TRANSPORT_INLINE)
+"""How bytes can reach an engine of this agent: what `receivers` has, for what the engine's workers can open."""
 
 FATAL = (WrongRun, IncompatibleNode, WrongIncarnation, ModelFrozen, VersionConflict)
 """Refusals that a reconnect cannot mend."""
@@ -178,4 +181,5 @@ class Session:
             unit=self._member.unit,
             unit_size=self._member.unit_size,
             life=life.number,
+            transports=TRANSPORTS,
         )

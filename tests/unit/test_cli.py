@@ -23,6 +23,7 @@ COMMANDS = [
     "demo",
     "status",
     "engines",
+    "plan",
     "rollback",
     "health",
     "ledger",
