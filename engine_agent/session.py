@@ -34,7 +34,7 @@ from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
 from engine_agent.life import EngineLife
 from engine_agent.lifecycle_service import status_of
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -55,6 +55,8 @@ class Membership:
     unit_size: int = 0
     capabilities: frozenset[str] = frozenset()
     """Of the agent, beside the engine's own."""
+    transports: tuple[weight_update_pb2.Transport.ValueType, ...] = ()
+    """How bytes can reach it. Empty: shared memory and inline."""
 
 
 class Session:
@@ -178,4 +180,5 @@ class Session:
             unit=self._member.unit,
             unit_size=self._member.unit_size,
             life=life.number,
+            transports=self._member.transports,
         )

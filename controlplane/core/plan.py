@@ -20,6 +20,8 @@ from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 class Transport(Enum):
     SHARED_MEMORY = "shared_memory"
     INLINE = "inline"
+    BROADCAST = "broadcast"
+    CUDA_IPC = "cuda_ipc"
     CHECKPOINT = "checkpoint"
     """A directory that the engine reads itself; the coordinator names it, and no rank takes part."""
 

@@ -17,17 +17,16 @@ import structlog
 
 from controlplane.core.errors import (
     PeerLost,
-    SlotMismatch,
     StaleTerm,
     WeightplaneError,
 )
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent.agent import outcome
+from trainer_agent.agent.announced import Announced, Release
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
 from trainer_agent.agent.checkpoint_files import Whole
 from trainer_agent.agent.checkpoints import CheckpointKeeper
-from trainer_agent.agent.frames import ChunkLog
 from trainer_agent.agent.plans import check_plan, push_plan
 from trainer_agent.agent.reasons import update_passes
 from trainer_agent.agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
@@ -77,13 +76,13 @@ class Push:
     first: bool
     """No attempt of this push failed before."""
     send_plan: Callable[[rank_pb2.PushPlan], None]
+    release: Release
+    """Tells a rank that a chunk's memory may be written again."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
     _final: bool = False
     _started: float = 0.0
-    _logs: dict[str, ChunkLog] = field(default_factory=dict)
-    _leaders: dict[str, int] = field(default_factory=dict)
-    _digest: bytes = b""
+    _announced: Announced | None = None
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,16 +97,19 @@ class Push:
 
     def take_chunk(self, rank: int, chunk: rank_pb2.SendChunk) -> None:
         """A leader announced a chunk."""
-        self._log_each(rank, chunk.engine_ids, lambda chunks: chunks.add(chunk))
+        self._take(lambda said: said.take_chunk(rank, chunk))
 
     def take_end(self, rank: int, end: rank_pb2.PushEnd) -> None:
-        """A leader announced everything. All leaders agree on the content: it is one version."""
-        if self._digest and end.content_digest != self._digest:
-            ranks = f"rank {rank}: {end.content_digest[:6].hex()}, others: {self._digest[:6].hex()}"
-            self.fail(SlotMismatch(engine_id=", ".join(end.engine_ids), what="the weights' content", ranks=ranks))
-            return
-        self._digest = end.content_digest
-        self._log_each(rank, end.engine_ids, lambda chunks: chunks.finish(end))
+        """A leader announced everything."""
+        self._take(lambda said: said.take_end(rank, end))
+
+    def _take(self, act: Callable[[Announced], None]) -> None:
+        """What comes without a plan belongs to no push."""
+        try:
+            if self._announced is not None:
+                act(self._announced)
+        except WeightplaneError as error:
+            self.fail(error)
 
     async def run(self) -> rank_pb2.PushResult:
         """The whole attempt. What went wrong is in the result, not raised."""
@@ -148,8 +150,10 @@ class Push:
         try:
             check_plan(begun.plan, self.context.world_size)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
-            self._open_streams(begun, watch)
-            self.send_plan(push_plan(begun, self.context.chunk_bytes))
+            plan = push_plan(begun, self.context.chunk_bytes, keep_whole=self.context.checkpoints is not None)
+            self._announced = Announced(plan, self.release)
+            self._open_streams(begun, watch, self._announced)
+            self.send_plan(plan)
             await self._until_decided(watch)
         except WeightplaneError as error:
             self.fail(error)
@@ -165,9 +169,9 @@ class Push:
 
     async def _keep_checkpoint(self, state: fleet_pb2.UpdateState) -> bool:
         """After a commit, while the ranks still wait: whether the segments are certainly not read for it any more."""
-        keeper = self.context.checkpoints
-        chunks = next((log.whole for log in self._logs.values() if log.whole is not None), None)
-        if keeper is None or chunks is None or not keeper.due():
+        keeper, said = self.context.checkpoints, self._announced
+        chunks = None if said is None else said.whole
+        if keeper is None or said is None or chunks is None or not keeper.due():
             return True
         whole = Whole(
             run_id=self.context.run_id,
@@ -175,7 +179,7 @@ class Push:
             state=state,
             term=self.term,
             layout=self.context.layout,
-            content_digest=self._digest,
+            content_digest=said.digest,
             chunks=chunks,
         )
         try:
@@ -188,14 +192,12 @@ class Push:
             log.exception("checkpoint_broke", step=self.step)
             return False
 
-    def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch) -> None:
+    def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch, said: Announced) -> None:
         cargo = self._cargo(begun)
         for assignment in begun.plan.assignments:
-            engine_id = assignment.engine.engine_id
-            self._logs[engine_id] = ChunkLog()
-            self._leaders[engine_id] = assignment.leader
             stub = self.context.stubs.engine(assignment.endpoint)
-            self._streams.append(EngineStream(stub, cargo, assignment, self._logs[engine_id], watch))
+            chunks = said.logs[assignment.engine.engine_id]
+            self._streams.append(EngineStream(stub, cargo, assignment, chunks, watch))
         self._tasks += [asyncio.create_task(s.run()) for s in self._streams]
 
     def _cargo(self, begun: fleet_pb2.BeginUpdateResponse) -> Cargo:
@@ -240,6 +242,7 @@ class Push:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""
         stuck_since: float | None = None
         while self.error is None:
+            self._drop_lost(watch)
             fence = next((s.error for s in self._streams if isinstance(s.error, StaleTerm)), None)
             if fence is not None:
                 return fence
@@ -249,6 +252,13 @@ class Push:
                 return outcome.update_failed(watch.state, f"{refused.engine_id}: {refused.error}", self._errors())
             await _within(POLL_SECONDS, self._failed.wait())
         return self.error
+
+    def _drop_lost(self, watch: UpdateWatch) -> None:
+        """Of a leader that keeps two chunks all engines wait for the slowest; not for one that will not answer."""
+        lost = outcome.lost_engines(watch.state)
+        for stream in self._streams:
+            if stream.engine_id in lost and stream.holds_others_up:
+                stream.abort("the coordinator lost it")
 
     def _refused(self) -> EngineStream | None:
         """A required engine that ended its stream, where no other stream moves: ready, or ended too."""
@@ -297,16 +307,6 @@ class Push:
 
     def _errors(self) -> dict[str, WeightplaneError]:
         return {s.engine_id: s.error for s in self._streams if s.error is not None}
-
-    def _log_each(self, rank: int, engine_ids: Sequence[str], act: Callable[[ChunkLog], None]) -> None:
-        try:
-            for engine_id in engine_ids:
-                if self._leaders.get(engine_id) != rank:
-                    what = f"chunks for {engine_id} from rank {rank}"
-                    raise SlotMismatch(engine_id=engine_id, what="who leads", ranks=what)
-                act(self._logs[engine_id])
-        except WeightplaneError as error:
-            self.fail(error)
 
     def _abort_request(self, update_id: str, error: WeightplaneError) -> fleet_pb2.AbortUpdateRequest:
         return fleet_pb2.AbortUpdateRequest(

@@ -122,6 +122,7 @@ class Pusher:
             limit_seconds=limit,
             first=self._failures == 0,
             send_plan=self._send_plan,
+            release=self._release,
         )
         if len(set(steps.values())) > 1:
             push.fail(SlotMismatch(engine_id="every engine", what="the step", ranks=str(steps)))
@@ -133,6 +134,11 @@ class Pusher:
         for rank, connection in self._ranks.members.items():
             part = for_rank(plan, rank, self._begun[rank].sequence)
             connection.send(rank_pb2.RankResponse(push_plan=part))
+
+    def _release(self, rank: int, chunk: int) -> None:
+        if rank in self._ranks.members:
+            message = rank_pb2.ChunkReleased(index=chunk, sequence=self._begun[rank].sequence)
+            self._ranks.members[rank].send(rank_pb2.RankResponse(chunk_released=message))
 
     def _answer(self, result: rank_pb2.PushResult) -> None:
         for rank, begin in self._begun.items():

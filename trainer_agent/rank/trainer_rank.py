@@ -32,8 +32,9 @@ from controlplane.rpc.codec import layout_to_parts
 from trainer_agent import wire
 from trainer_agent.rank.devices import current_device
 from trainer_agent.rank.exporter import layout_of
-from trainer_agent.rank.feed import Feed, PushEnded, drain
+from trainer_agent.rank.feed import Feed, drain
 from trainer_agent.rank.gather import GatherGroups
+from trainer_agent.rank.inbox import PushEnded
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.report import PushReport, report_of
 from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
