@@ -23,7 +23,7 @@ class EngineFacts:
     world_size: int
     """Worker processes (tensor × pipeline parallel); equals the number of device UUIDs."""
     device_uuids: tuple[str, ...]
-    """One per worker, in worker rank order."""
+    """One per worker, in worker rank order; each in the form of `controlplane.core.names.device_uuid`."""
     vocab_size: int
     max_model_len: int
     """Prompt plus generated tokens, at most."""

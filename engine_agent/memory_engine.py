@@ -22,6 +22,7 @@ from controlplane import failpoints
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
 from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed
 from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
+from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
     CanaryReport,
@@ -99,7 +100,7 @@ class MemoryEngine:
         shapes = dict(self._settings.tensors)
         return EngineFacts(
             world_size=len(self._settings.device_uuids),
-            device_uuids=self._settings.device_uuids,
+            device_uuids=tuple(device_uuid(d) for d in self._settings.device_uuids),
             vocab_size=self._settings.vocab_size,
             max_model_len=self._settings.max_model_len,
             max_logprobs=0,

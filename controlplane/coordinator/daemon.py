@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import structlog
@@ -22,7 +22,7 @@ from controlplane.coordinator.hub import Hub
 from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
-from controlplane.core.plan import Transport
+from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
@@ -65,8 +65,11 @@ class CoordinatorSettings:
     """group=number: so many engines of that group must be ready and apply, whatever the quorum says."""
     max_catch_ups: int = 4
     """Engines brought up to date from checkpoints at once."""
-    transport: str = "auto"
-    """auto, shared_memory or inline: how bytes reach engines."""
+    transport: Literal["auto", "shared_memory", "inline", "broadcast", "cuda_ipc"] = "auto"
+    """How bytes reach engines, where it is possible; where it is not, and with auto, the plan chooses."""
+    link_fate: Literal["shared", "per_engine"] = "shared"
+    """Of broadcasts. shared: one link for all engines of a sender; the bytes leave it once, and who fails ends them for
+    all. per_engine: a link for each."""
     metrics_listen: str = ""
     """Address that answers GET /metrics; empty: none does."""
     address_file: Path | None = None
@@ -155,6 +158,7 @@ def _fleet_settings(settings: CoordinatorSettings) -> FleetSettings:
         ),
         max_carries=settings.max_catch_ups,
         transport=None if settings.transport == "auto" else Transport(settings.transport),
+        link_fate=LinkFate(settings.link_fate),
     )
 
 

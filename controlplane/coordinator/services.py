@@ -16,13 +16,9 @@ from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Refusal
 from controlplane.core.errors import FrameOutOfOrder, PeerLost
 from controlplane.core.fleet_records import CheckpointKept
-from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.versions import (
-    DeviceUuid,
-    EngineId,
     Incarnation,
     ModelName,
-    Rank,
     RunId,
     Term,
     TrainerId,
@@ -30,6 +26,15 @@ from controlplane.core.versions import (
 )
 from controlplane.rpc.codec import seconds_from_proto, version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import refusal_from_proto, state_from_proto
+from controlplane.rpc.plan_codec import (
+    avoided_from_proto,
+    base_from_proto,
+    engine_place_from_proto,
+    load_from_proto,
+    plan_to_proto,
+    rank_places_from_proto,
+    sends_from_proto,
+)
 from weightplane.v1 import engine_pb2, fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -97,10 +102,12 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
                 ready_limit_seconds=limit,
                 layout_digest=request.layout_digest,
                 byte_count=request.byte_count,
+                avoid=tuple(avoided_from_proto(a) for a in request.avoid),
+                base=base_from_proto(request.base) if request.HasField("base") else None,
             )
         )
         return fleet_pb2.BeginUpdateResponse(
-            update_id=update.update_id, version=version_to_proto(update.version), plan=views.plan(update.plan)
+            update_id=update.update_id, version=version_to_proto(update.version), plan=plan_to_proto(update.plan)
         )
 
     async def WatchUpdate(
@@ -197,22 +204,10 @@ def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:
 
 
 def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> events.EngineConnected:
-    state = state_from_proto(hello.status)
-    place = EnginePlace(
-        EngineId(state.engine_id),
-        state.incarnation,
-        hello.endpoint,
-        hello.host_id,
-        tuple(DeviceUuid(d) for d in hello.device_uuids),
-        hello.group,
-        hello.unit,
-        hello.unit_size,
-        hello.life,
-    )
     return events.EngineConnected(
         session,
-        place,
-        state,
+        engine_place_from_proto(hello),
+        state_from_proto(hello.status),
         hello.status.gate_open,
         tuple(hello.capabilities),
         Term(hello.max_term),
@@ -240,17 +235,18 @@ def _refused(status: engine_pb2.EngineStatus) -> Refusal | None:
 
 
 def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> events.TrainerConnected:
-    ranks = (RankPlace(Rank(r.rank), r.host_id, DeviceUuid(r.device_uuid)) for r in hello.ranks)
     return events.TrainerConnected(
         session,
         RunId(hello.run_id),
         ModelName(hello.model),
         TrainerId(hello.trainer_id),
         Incarnation(hello.incarnation),
-        tuple(sorted(ranks, key=lambda r: r.rank)),
+        rank_places_from_proto(hello),
         Term(hello.held_term),
         hello.ended_incarnation,
         hello.takeover,
+        sends_from_proto(hello),
+        load_from_proto(hello),
     )
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
-from controlplane.core.plan import Plan, Transport
+from controlplane.core.names import natural_key
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
-from controlplane.core.versions import ModelName
+from controlplane.core.versions import EngineId, ModelName
 from controlplane.rpc.codec import engine_ref, version_to_proto
 from controlplane.rpc.engine_codec import STAGES, conditions_to_proto, refusal_to_proto, state_to_proto, timestamp
-from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, weight_update_pb2
+from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
-_TRANSPORTS = {t: weight_update_pb2.Transport.Value(f"TRANSPORT_{t.name}") for t in Transport}
+T = TypeVar("T")
 _PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
 
 
@@ -33,7 +34,7 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
 
 
 def routes(core: FleetCore, model: ModelName, revision: int) -> fleet_pb2.WatchRoutesResponse:
-    found = [r for _, r in sorted(core.engines.items()) if r.state.model == model and core.routable(r)]
+    found = [r for r in _by_name(core.engines) if r.state.model == model and core.routable(r)]
     return fleet_pb2.WatchRoutesResponse(
         run_id=core.settings.run_id,
         revision=revision,
@@ -50,27 +51,10 @@ def update_state(update: UpdateTransaction) -> fleet_pb2.UpdateState:
         step=update.step,
         phase=_PHASES[update.phase],
         cause=update.cause,
-        engines=[_outcome(o) for _, o in sorted(update.outcomes.items())],
+        engines=[_outcome(o) for o in _by_name(update.outcomes)],
         restores=None if update.restores is None else version_to_proto(update.restores),
         content_digest=update.content_digest,
     )
-
-
-def plan(made: Plan) -> fleet_pb2.Plan:
-    assignments = [
-        fleet_pb2.Assignment(
-            engine=engine_ref(a.engine.engine_id, a.engine.incarnation),
-            endpoint=a.engine.endpoint,
-            ranks=a.ranks,
-            leader=a.leader or 0,
-            transport=_TRANSPORTS[a.transport],
-            required=a.required,
-            reason=a.reason,
-            device_uuids=a.device_uuids,
-        )
-        for a in made.assignments
-    ]
-    return fleet_pb2.Plan(revision=made.revision, digest=made.digest, assignments=assignments)
 
 
 def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.FleetView:
@@ -83,7 +67,7 @@ def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.Fle
         coordinator_term=core.term,
         recovering=core.recovering,
         state=fleet_state(core),
-        engines=[_engine_view(core, r, shift) for _, r in sorted(core.engines.items())],
+        engines=[_engine_view(core, r, shift) for r in _by_name(core.engines)],
         trainers=[_trainer_view(t, shift) for _, t in sorted(core.trainers.items())],
         updates=[update_state(u) for u in _newest_first(core.updates.values())],
         checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
@@ -102,6 +86,11 @@ def checkpoint(kept: CheckpointKept) -> fleet_pb2.Checkpoint:
         file_count=kept.file_count,
         byte_count=kept.byte_count,
     )
+
+
+def _by_name(found: Mapping[EngineId, T]) -> list[T]:
+    """In the order of plans."""
+    return [found[name] for name in sorted(found, key=natural_key)]
 
 
 def _newest_checkpoints(checkpoints: Mapping[int, CheckpointKept]) -> list[CheckpointKept]:

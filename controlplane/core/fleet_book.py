@@ -20,7 +20,7 @@ from controlplane.core.fleet_records import (
     RequestKnown,
     TrainerRecord,
 )
-from controlplane.core.plan import Transport
+from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import NO_TERM, EngineId, ModelName, RunId, Term, UpdateId, WeightVersion
 
@@ -47,7 +47,9 @@ class FleetSettings:
     policy: UpdatePolicy = field(default_factory=UpdatePolicy)
     """What an update needs to go and to commit."""
     transport: Transport | None = None
-    """Use this transport whatever the plan would choose."""
+    """Use this transport, where it is possible, whatever the plan would choose."""
+    link_fate: LinkFate = LinkFate.SHARED
+    """Whose failure ends whose bytes on broadcast links."""
     max_carries: int = 4
     """Engines that the coordinator brings up to date from checkpoints at once."""
 

@@ -19,7 +19,7 @@ from controlplane.core.fleet_events import (
 from controlplane.core.fleet_records import EngineForgotten, EngineKnown, EngineRecord, FrozenServed
 from controlplane.core.fleet_recovery import note_engine
 from controlplane.core.fleet_updates import advance
-from controlplane.core.plan import check_fit
+from controlplane.core.planner import check_fit
 from controlplane.core.versions import FROZEN, NO_TERM
 
 
@@ -44,6 +44,8 @@ def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
         effects.append(CloseSession(old.session, _why_replaced(old.state, event.state)))
     if old is not None and old.state.incarnation != event.state.incarnation:
         forget_carry(book, engine_id)
+    if old is None or old.place != event.place:
+        book.plan_revision += 1
     record = EngineRecord(
         event.place, event.state, event.session, now, event.capabilities, event.gate_open, event.refused
     )
@@ -133,6 +135,7 @@ def ended(book: Book, record: EngineRecord, now: float, *, goodbye: bool) -> lis
     effects: list[Effect] = [ViewChanged()]
     if goodbye:
         book.forget(engine_id)
+        book.plan_revision += 1
         forget_carry(book, engine_id)
         effects.append(Save(EngineForgotten(engine_id)))
         for update in book.updates.values():

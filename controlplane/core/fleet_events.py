@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from controlplane.core import errors as e
-from controlplane.core.engine_state import EngineState, Refusal
+from controlplane.core.engine_state import EngineState, Held, Refusal
 from controlplane.core.fleet_records import CheckpointKept, Record
-from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.plan import HOST_MEMORY, EnginePlace, Load, RankPlace, Transport
 from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import (
     EngineId,
@@ -56,6 +56,8 @@ class TrainerConnected:
     held_term: Term
     ended_incarnation: str
     takeover: bool
+    transports: frozenset[Transport] = HOST_MEMORY
+    load: Load | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,16 @@ class SessionEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class Avoided:
+    """A way to one life of an engine that failed before."""
+
+    engine_id: EngineId
+    incarnation: Incarnation
+    transport: Transport
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class UpdateRequested:
     update_id: UpdateId
     """Made by the caller for this event; not used if the request is a repeat."""
@@ -88,6 +100,9 @@ class UpdateRequested:
     ready_limit_seconds: float | None
     layout_digest: bytes = b""
     byte_count: int = 0
+    avoid: tuple[Avoided, ...] = ()
+    base: Held | None = None
+    """The version whose bytes the trainer still has."""
 
 
 @dataclass(frozen=True, slots=True)

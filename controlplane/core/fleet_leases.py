@@ -20,7 +20,7 @@ from controlplane.core.fleet_events import (
 from controlplane.core.fleet_records import ModelRecord, TermGiven, TrainerRecord
 from controlplane.core.fleet_recovery import check_trainer
 from controlplane.core.fleet_updates import finish
-from controlplane.core.plan import check_fit
+from controlplane.core.planner import check_fit
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import Term
 
@@ -39,7 +39,10 @@ def connected(book: Book, event: TrainerConnected, now: float) -> list[Effect]:
         if record.session is not None:
             check_fit(record.place, event.ranks)
     if holder is not None and event.held_term == holder.term and event.incarnation == holder.incarnation:
+        if holder.ranks != event.ranks:
+            book.plan_revision += 1
         holder.session, holder.ranks = event.session, event.ranks
+        holder.transports, holder.load = event.transports, event.load
         _renew(book, holder, now)
         return [Welcome(event.session, holder.term), ViewChanged()]
     if event.held_term:
@@ -83,6 +86,8 @@ def _give(
         event.session,
         expires_at=now + book.settings.lease_ttl_seconds,
         progressed_at=now,
+        transports=event.transports,
+        load=event.load,
     )
     book.plan_revision += 1
     update = book.open_update(event.model)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from controlplane.core.conditions import Condition
 from controlplane.core.engine_state import EngineState, HoldKind, Life, Refusal, Residency
-from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.plan import HOST_MEMORY, EnginePlace, Load, RankPlace, Transport
+from controlplane.core.planner import Way
 from controlplane.core.update_transaction import Outcome, Phase
 from controlplane.core.versions import (
     FROZEN,
@@ -72,6 +73,12 @@ class TrainerRecord:
     """Engines on its devices are asleep for it: nobody else wakes, heals or restarts them."""
     devices_unknown: bool = False
     """A restart knows the lease, but not yet whether it holds devices: it may."""
+    transports: frozenset[Transport] = HOST_MEMORY
+    """How its ranks can send."""
+    load: Load | None = None
+    """What it sends; None: it did not say."""
+    avoid: Mapping[Way, str] = field(default_factory=dict)
+    """What its last request for an update said does not work, with the cause; for dry runs."""
 
 
 @dataclass

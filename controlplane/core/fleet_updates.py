@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import replace
 
 from controlplane.core import errors as e
@@ -20,17 +19,18 @@ from controlplane.core.fleet_events import (
     UpdateRequested,
     ViewChanged,
 )
+from controlplane.core.fleet_plans import Asked, plan_of, policy_of, taking_part
 from controlplane.core.fleet_records import (
     EngineAsked,
-    EngineRecord,
     RequestKnown,
     UpdateBegan,
     UpdateDecided,
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.plan import Plan, checkpoint_plan, make_plan
-from controlplane.core.update_transaction import Outcome, Phase, UpdatePolicy, UpdateTransaction
+from controlplane.core.plan import Plan
+from controlplane.core.planner import checkpoint_plan
+from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
 
 MISSES_BEFORE_AWAITED = 2
@@ -52,11 +52,11 @@ def requested(book: Book, event: UpdateRequested, now: float) -> list[Effect]:
         return [UpdatePlanned(repeated)]
     _check_alone(book, event.model)
     trainer = book.trainers[event.model]
-    policy = _policy_of(book, event.model)
-    live, required = _taking_part(book, event.model, policy)
-    if not trainer.ranks:  # a restart knows the lease, but not yet whose devices are whose
-        raise e.CoordinatorRecovering(term=book.term, engines=[f"trainer {trainer.trainer_id}"])
-    plan = make_plan(book.plan_revision, [r.place for r in live], required, trainer.ranks, book.settings.transport)
+    policy = policy_of(book, event.model)
+    live, required = taking_part(book, event.model, policy)
+    avoid = {(a.engine_id, a.incarnation, a.transport): a.cause for a in event.avoid}
+    plan = plan_of(book, trainer, live, required, Asked(avoid, event.base))
+    trainer.avoid = avoid
     limit = event.ready_limit_seconds or book.settings.ready_limit_seconds
     update = UpdateTransaction(
         update_id=event.update_id,
@@ -88,8 +88,8 @@ def rollback(book: Book, event: RollbackRequested, now: float) -> list[Effect]:
     if repeated is not None:
         return [UpdatePlanned(repeated)]
     _check_alone(book, event.model)
-    policy = _policy_of(book, event.model)
-    live, required = _taking_part(book, event.model, policy, spare_lent=True)
+    policy = policy_of(book, event.model)
+    live, required = taking_part(book, event.model, policy, spare_lent=True)
     plan = checkpoint_plan(book.plan_revision, [r.place for r in live], required)
     update = UpdateTransaction(
         update_id=event.update_id,
@@ -136,39 +136,6 @@ def _check_alone(book: Book, model: ModelName) -> None:
     current = book.open_update(model)
     if current is not None:
         raise e.UpdateInProgress(update_id=current.update_id, version=str(current.version))
-
-
-def _policy_of(book: Book, model: ModelName) -> UpdatePolicy:
-    """The fleet's. A group is asked of the models whose engines are in it; of every model while nobody is in it."""
-    policy, groups = book.settings.policy, _groups(book)
-    asked = {g: n for g, n in policy.min_engines.items() if model in groups.get(g, {model})}
-    return replace(policy, min_engines=asked)
-
-
-def _groups(book: Book) -> dict[str, set[ModelName]]:
-    found: dict[str, set[ModelName]] = {}
-    for record in book.engines.values():
-        found.setdefault(record.place.group, set()).add(record.state.model)
-    return found
-
-
-def _taking_part(
-    book: Book, model: ModelName, policy: UpdatePolicy, *, spare_lent: bool = False
-) -> tuple[list[EngineRecord], frozenset[EngineId]]:
-    """The engines of an update, and who of them is required: the routable; if none is, every able engine. The other
-    able ones are optional. A unit takes part as a whole. `spare_lent`: the writer is not the trainer that may hold
-    their devices."""
-    able = [r for r in book.of_model(model) if r.able and not (spare_lent and book.lent(r))]
-    if not able:
-        raise e.NoEngines(model=model, known=len(book.of_model(model)))
-    groups = Counter(r.place.group for r in able)
-    for group, needed in policy.min_engines.items():
-        if groups[group] < needed:
-            raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
-    required = [r for r in able if book.routable(r)] or able
-    units = {r.place.unit for r in required if r.place.unit}
-    whole = required + [r for r in able if r.place.unit in units]
-    return able, frozenset(r.place.engine_id for r in whole)
 
 
 def _outcomes(book: Book, plan: Plan) -> dict[EngineId, Outcome]:

@@ -1,29 +1,43 @@
-"""Which ranks feed which engine, by which transport.
+"""Which ranks feed which engine, by which transport: what a plan is. `planner` makes them.
 
-Slots come from device UUIDs: the ranks whose devices are one engine's devices, the lowest of them leading. All of
-an engine's devices held by ranks: colocated. None: some rank is chosen to send. Some but not all: the engine is
-a misfit and is refused at its hello, so no plan ever meets one.
+A plan is fixed for the life of an update. Its digest covers all of it that anybody acts on: ranks compare it before
+their first collective (G5).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from controlplane.core.errors import EngineMisfit
+from controlplane.core.engine_state import Held
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 
 
 class Transport(Enum):
     SHARED_MEMORY = "shared_memory"
+    """A segment of the sender's host, which the engine's workers map."""
     INLINE = "inline"
-    BROADCAST = "broadcast"
-    CUDA_IPC = "cuda_ipc"
+    """The bytes themselves, in the stream. Every engine takes it."""
     CHECKPOINT = "checkpoint"
     """A directory that the engine reads itself; the coordinator names it, and no rank takes part."""
+    BROADCAST = "broadcast"
+    """One sender to all engines of a link."""
+    CUDA_IPC = "cuda_ipc"
+    """Device memory, from each rank to the worker on its device."""
+
+
+HOST_MEMORY = frozenset({Transport.SHARED_MEMORY, Transport.INLINE})
+"""What an agent can do that does not say."""
+
+
+class LinkFate(Enum):
+    """Whose failure ends whose bytes on links; see weight_update.proto."""
+
+    SHARED = "shared"
+    """One link for all engines that a rank feeds by broadcast: the bytes leave it once."""
+    PER_ENGINE = "per_engine"
+    """A link for each engine: none suffers from another, and the bytes leave once for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +66,18 @@ class EnginePlace:
     """How many engines the unit has."""
     life: int = 0
     """Number of this life, by the agent's disk; 0: unknown. Incarnations have no order, lives have."""
+    transports: frozenset[Transport] = HOST_MEMORY
+    """How bytes can reach it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The size of what a trainer sends; see fleet.proto."""
+
+    tensor_count: int
+    byte_count: int
+    chunk_bytes: int
+    largest_module_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +91,12 @@ class Assignment:
     transport: Transport
     required: bool
     reason: str
+    link: str = ""
+    """With BROADCAST: which one."""
+    fate: LinkFate | None = None
+    """With BROADCAST: the link's."""
+    base: Held | None = None
+    """What the engine holds and the trainer still has: the leader may send what changed since (INV-5)."""
 
     @property
     def leader(self) -> Rank | None:
@@ -79,86 +111,19 @@ class Plan:
 
     @property
     def digest(self) -> bytes:
-        """sha256 over the whole; 32 bytes. Ranks compare it before their first collective."""
-        h = hashlib.sha256(b"weightplane-plan-v1\0")
+        """sha256 over the whole, less the reasons; 32 bytes. Ranks compare it before their first collective."""
+        h = hashlib.sha256(b"weightplane-plan-v2\0")
+        h.update(f"{self.revision}\n".encode())
         for a in self.assignments:
-            ranks = ",".join(map(str, a.ranks))
-            h.update(f"{a.engine.engine_id}\0{a.engine.incarnation}\0{ranks}\0{a.transport.value}\n".encode())
+            h.update(repr(_acted_on(a)).encode() + b"\n")
         return h.digest()
 
 
-def check_fit(engine: EnginePlace, ranks: Iterable[RankPlace]) -> None:
-    """Raises EngineMisfit when ranks hold some of the engine's devices, but not all."""
-    held = {r.device_uuid for r in ranks}
-    missing = [d for d in engine.device_uuids if d not in held]
-    if missing and len(missing) < len(engine.device_uuids):
-        raise EngineMisfit(
-            engine_id=engine.engine_id,
-            held=len(engine.device_uuids) - len(missing),
-            total=len(engine.device_uuids),
-            missing=[str(d) for d in missing],
-        )
-
-
-def make_plan(
-    revision: int,
-    engines: Sequence[EnginePlace],
-    required: frozenset[EngineId],
-    ranks: Sequence[RankPlace],
-    forced: Transport | None = None,
-) -> Plan:
-    """One assignment for each engine, in the order of engine ids. `forced` overrides the choice of transport."""
-    load: Counter[Rank] = Counter()
-    assignments = []
-    for engine in sorted(engines, key=lambda p: p.engine_id):
-        check_fit(engine, ranks)
-        slot = sorted((r for r in ranks if r.device_uuid in engine.device_uuids), key=lambda r: r.rank)
-        senders = slot or [_chosen(engine, ranks, load)]
-        load[senders[0].rank] += 1
-        transport, reason = _transport(engine, senders, colocated=bool(slot), forced=forced)
-        assignments.append(
-            Assignment(
-                engine=engine,
-                ranks=tuple(r.rank for r in senders),
-                device_uuids=tuple(r.device_uuid for r in senders) if slot else (DeviceUuid(""),),
-                transport=transport,
-                required=engine.engine_id in required,
-                reason=reason,
-            )
-        )
-    return Plan(revision, tuple(assignments))
-
-
-def checkpoint_plan(revision: int, engines: Sequence[EnginePlace], required: frozenset[EngineId]) -> Plan:
-    """Every engine reads the same directory."""
-    return Plan(
-        revision,
-        tuple(
-            Assignment(
-                engine=engine,
-                ranks=(),
-                device_uuids=(),
-                transport=Transport.CHECKPOINT,
-                required=engine.engine_id in required,
-                reason="a checkpoint is brought back",
-            )
-            for engine in sorted(engines, key=lambda p: p.engine_id)
-        ),
+def _acted_on(a: Assignment) -> tuple[object, ...]:
+    """Plain values, so that their repr has one form."""
+    base = None if a.base is None else (a.base.version.term, a.base.version.number, a.base.content_digest)
+    return (
+        *(a.engine.engine_id, a.engine.incarnation, a.engine.endpoint),
+        *(a.ranks, a.device_uuids, a.transport.value, a.required),
+        *(a.link, None if a.fate is None else a.fate.value, base),
     )
-
-
-def _chosen(engine: EnginePlace, ranks: Sequence[RankPlace], load: Counter[Rank]) -> RankPlace:
-    """For an engine on devices of its own: a rank of its host before others, then the least loaded, then the lowest."""
-    return min(ranks, key=lambda r: (r.host_id != engine.host_id, load[r.rank], r.rank))
-
-
-def _transport(
-    engine: EnginePlace, senders: Sequence[RankPlace], *, colocated: bool, forced: Transport | None
-) -> tuple[Transport, str]:
-    same_host = all(r.host_id == engine.host_id for r in senders)
-    where = "devices shared with the slot's ranks" if colocated else "devices of its own"
-    if forced is not None:
-        return forced, f"{where}; {forced.value} was asked for"
-    if same_host:
-        return Transport.SHARED_MEMORY, f"{where}; same host"
-    return Transport.INLINE, f"{where}; another host"

@@ -23,6 +23,7 @@ from controlplane.core.errors import (
     InstallTimedOut,
     UnsupportedByEngine,
 )
+from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
@@ -227,9 +228,8 @@ class VllmEngine:
         await in_thread(lambda: kill(self._processes), name="weightplane-vllm-kill")
 
     def _device_uuids(self, workers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-        if self._settings.device_uuids:
-            return self._settings.device_uuids
-        return tuple(w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
+        found = (w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
+        return tuple(device_uuid(text) for text in self._settings.device_uuids or found)
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)

@@ -19,7 +19,7 @@ from controlplane.core.fleet_records import (
     UpdateDecided,
     UpdateWentGo,
 )
-from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.plan import EnginePlace, LinkFate, RankPlace
 from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import (
     DeviceUuid,
@@ -43,11 +43,20 @@ TTL = 10.0
 class Fleet:
     """A coordinator's core with a ledger, and agents that say what they are told to say."""
 
-    def __init__(self, ledger: MemoryLedger | None = None, policy: UpdatePolicy | None = None) -> None:
+    def __init__(
+        self,
+        ledger: MemoryLedger | None = None,
+        policy: UpdatePolicy | None = None,
+        link_fate: LinkFate = LinkFate.SHARED,
+    ) -> None:
         self.ledger = ledger or MemoryLedger()
         self.now = 0.0
         self.settings = fleet.FleetSettings(
-            RUN, lease_ttl_seconds=TTL, step_limit_seconds=60.0, policy=policy or UpdatePolicy()
+            RUN,
+            lease_ttl_seconds=TTL,
+            step_limit_seconds=60.0,
+            policy=policy or UpdatePolicy(),
+            link_fate=link_fate,
         )
         self.core = fleet.FleetCore(self.settings, self.ledger.open(RUN), self.now)
         self.states: dict[str, EngineState] = {}

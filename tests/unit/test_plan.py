@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.core.errors import EngineMisfit
-from controlplane.core.plan import EnginePlace, Plan, RankPlace, Transport, check_fit, make_plan
+from controlplane.core.plan import EnginePlace, Plan, RankPlace, Transport
+from controlplane.core.planner import Ways, check_fit, make_plan
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 
 
@@ -20,7 +21,7 @@ def engine(name: str, *devices: str, host: str = "h0", life: str = "i") -> Engin
 
 
 def plan(engines: list[EnginePlace], ranks: list[RankPlace], forced: Transport | None = None) -> Plan:
-    return make_plan(1, engines, frozenset(e.engine_id for e in engines), ranks, forced)
+    return make_plan(1, engines, frozenset(e.engine_id for e in engines), ranks, Ways(forced=forced))
 
 
 def test_g1_the_lowest_rank_of_a_slot_leads_whatever_order_its_devices_are_in() -> None:
@@ -60,7 +61,7 @@ def test_a_forced_transport_is_taken_and_said() -> None:
 def test_some_but_not_all_devices_is_a_misfit_with_numbers_and_uuids() -> None:
     with pytest.raises(EngineMisfit) as refusal:
         check_fit(engine("e", "d0", "d9", "d8"), [rank(0, "d0")])
-    assert (refusal.value.held, refusal.value.total, refusal.value.missing) == (1, 3, ["d9", "d8"])
+    assert (refusal.value.held, refusal.value.total, refusal.value.missing) == (1, 3, ["d8", "d9"])
 
 
 @given(order=st.permutations(range(5)))

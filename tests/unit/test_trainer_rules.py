@@ -15,6 +15,7 @@ from controlplane.processes import start_time
 from controlplane.rpc.codec import layout_to_parts
 from trainer_agent.agent import outcome
 from trainer_agent.agent.lastlife import FILE_NAME, LastLife
+from trainer_agent.agent.load import load_of
 from trainer_agent.agent.plans import check_plan, for_rank, push_plan
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
@@ -22,9 +23,20 @@ from trainer_agent.agent.settings import TrainerSettings
 from trainer_agent.parts import SHARED_MEMORY
 from trainer_agent.rank.gather import shared_slots
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2
+from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 
 LAYOUT = Layout((TensorSpec("a", DType.F32, (2,)),))
+MODEL = Layout(
+    (
+        TensorSpec("model.embed.weight", DType.F32, (2,)),
+        TensorSpec("model.layers.0.q.weight", DType.F32, (10, 10)),
+        TensorSpec("model.layers.1.q.weight", DType.F32, (10, 10)),
+        TensorSpec("model.layers.1.experts.0.weight", DType.BF16, (20, 10)),
+        TensorSpec("model.norm.weight", DType.BF16, (1,)),
+        TensorSpec("lm_head.weight", DType.BF16, (1,)),
+    )
+)
+"""Its second layer is the larger one: its expert belongs to it."""
 
 
 class FakeConnection:
@@ -64,6 +76,16 @@ def test_a_set_is_complete_with_every_rank_and_the_layout() -> None:
     ranks.add(connection(0))
     assert (ranks.complete, ranks.missing) == (False, [1])
     assert complete_set(connection(0), connection(1)).complete
+
+
+def test_a_hello_says_how_much_will_be_sent_from_declared_shapes() -> None:
+    assert load_of(MODEL, 512) == fleet_pb2.Load(
+        tensor_count=6, byte_count=8 + 3 * 400 + 4, chunk_bytes=512, largest_module_bytes=800
+    )
+    hello = complete_set(connection(0), connection(1)).hello("run", "trainer", 512)
+    assert hello.load == fleet_pb2.Load(tensor_count=1, byte_count=8, chunk_bytes=512, largest_module_bytes=8)
+    assert weight_update_pb2.TRANSPORT_SHARED_MEMORY in hello.transports
+    assert weight_update_pb2.TRANSPORT_INLINE in hello.transports
 
 
 @pytest.mark.parametrize(

@@ -184,7 +184,7 @@ class TrainerAgent:
             self.refused(life, error)
             return
         self._run_id = run_id
-        hello = ranks.hello(run_id, self._settings.trainer_id)
+        hello = ranks.hello(run_id, self._settings.trainer_id, self._settings.chunk_bytes)
         hello.ended_incarnation = self._life.ended_incarnation()
         hello.takeover = self._settings.takeover
         self._session = FleetSession(self._stubs.fleet, hello, ranks.status, self)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from controlplane.core.errors import InvalidRequest
+from controlplane.core.names import device_uuid
 from controlplane.core.versions import DeviceUuid
 from controlplane.devices import cpu_device_uuid
 
@@ -23,7 +24,7 @@ def current_device(environment: Mapping[str, str] = os.environ) -> DeviceUuid:
 
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        return DeviceUuid(f"GPU-{properties.uuid}")
+        return device_uuid(str(properties.uuid))
     name = CPU_DEVICE_VARIABLE if CPU_DEVICE_VARIABLE in environment else "LOCAL_RANK"
     text = environment.get(name, "0")
     if not text.isdecimal():

@@ -1,0 +1,89 @@
+"""Who takes part in an update, and the plan for it: of the one that begins, and of the one that would (dry run)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from controlplane.core import errors as e
+from controlplane.core.engine_state import Held
+from controlplane.core.fleet_book import Book
+from controlplane.core.fleet_records import EngineRecord, TrainerRecord
+from controlplane.core.plan import LinkFate, Plan, Transport
+from controlplane.core.planner import Way, Ways, make_plan
+from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.versions import EngineId, ModelName
+
+DELTA = "delta"
+"""The capability of an engine that takes what changed since a version that it holds."""
+
+
+def policy_of(book: Book, model: ModelName) -> UpdatePolicy:
+    """The fleet's. A group is asked of the models whose engines are in it; of every model while nobody is in it."""
+    policy, groups = book.settings.policy, _groups(book)
+    asked = {g: n for g, n in policy.min_engines.items() if model in groups.get(g, {model})}
+    return replace(policy, min_engines=asked)
+
+
+def _groups(book: Book) -> dict[str, set[ModelName]]:
+    found: dict[str, set[ModelName]] = {}
+    for record in book.engines.values():
+        found.setdefault(record.place.group, set()).add(record.state.model)
+    return found
+
+
+def taking_part(
+    book: Book, model: ModelName, policy: UpdatePolicy, *, spare_lent: bool = False
+) -> tuple[list[EngineRecord], frozenset[EngineId]]:
+    """The engines of an update, and who of them is required: the routable; if none is, every able engine. The other
+    able ones are optional. A unit takes part as a whole. `spare_lent`: the writer is not the trainer that may hold
+    their devices."""
+    able = [r for r in book.of_model(model) if r.able and not (spare_lent and book.lent(r))]
+    if not able:
+        raise e.NoEngines(model=model, known=len(book.of_model(model)))
+    groups = Counter(r.place.group for r in able)
+    for group, needed in policy.min_engines.items():
+        if groups[group] < needed:
+            raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
+    required = [r for r in able if book.routable(r)] or able
+    units = {r.place.unit for r in required if r.place.unit}
+    whole = required + [r for r in able if r.place.unit in units]
+    return able, frozenset(r.place.engine_id for r in whole)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request for a plan says beside whose it is."""
+
+    avoid: Mapping[Way, str]
+    base: Held | None = None
+    transport: Transport | None = None
+    """Before the setting; None: the setting counts."""
+    fate: LinkFate | None = None
+
+
+def plan_of(
+    book: Book, trainer: TrainerRecord, live: Sequence[EngineRecord], required: frozenset[EngineId], asked: Asked
+) -> Plan:
+    """From what is known now.
+
+    Raises:
+        CoordinatorRecovering: a restart knows the lease, but not yet whose devices are whose.
+    """
+    if not trainer.ranks:
+        raise e.CoordinatorRecovering(term=book.term, engines=[f"trainer {trainer.trainer_id}"])
+    ways = Ways(
+        sends=trainer.transports,
+        forced=asked.transport or book.settings.transport,
+        fate=asked.fate or book.settings.link_fate,
+        avoid=asked.avoid,
+        base=asked.base,
+        holders=frozenset(r.place.engine_id for r in live if _holds(r, asked.base)),
+    )
+    return make_plan(book.plan_revision, [r.place for r in live], required, trainer.ranks, ways)
+
+
+def _holds(record: EngineRecord, base: Held | None) -> bool:
+    """INV-5: by its own report, version and content."""
+    return base is not None and DELTA in record.capabilities and record.state.weights == base
