@@ -36,6 +36,7 @@ from engine_agent.receivers import (
     require_received,
     transports_of,
 )
+from engine_agent.receivers.links import ReceiverLink
 from engine_agent.threads import in_thread
 from weightplane.v1 import weight_update_pb2, weight_update_pb2_grpc
 
@@ -47,6 +48,8 @@ READY_IDLE_SECONDS = 600.0
 """Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
 READER = "weightplane-checkpoint"
 """Name of the threads that read checkpoints."""
+JOINER = "weightplane-link"
+"""Name of the threads that join links."""
 MAX_LAYOUT_TENSORS = 1_000_000
 """As the manifest's own limit."""
 
@@ -86,6 +89,7 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
             raise
         finally:
             reader.close()
+            attempt.leave_link()
             life.end_stream(stream, cause, reason)
 
 
@@ -165,6 +169,7 @@ class _Attempt:
         self._reader = reader
         self._rules = rules
         self._receiver: Receiver | None = None
+        self._link: ReceiverLink | None = None
         self._assembly: Assembly | None = None
         self.update_id = ""
 
@@ -180,6 +185,8 @@ class _Attempt:
             await self._reader.during(self._read_checkpoint(root, opened))
             yield frames.ready(version)
         else:
+            if not accept.attached:
+                await self._follow_link(opened)
             yield frames.accepted(version, layout_needed=accept.layout_needed, attached=accept.attached)
         if not accept.attached:
             if self._receiver is None:
@@ -221,7 +228,11 @@ class _Attempt:
             raise e.UpdateAborted(update_id="", cause="the engine's life ended")
         self._assembly = assembly
         engine_id = self._life.core.state.engine_id
-        self._keep(make_receiver(Incoming(opened.transport, assembly.layout, engine_id, host_id(), facts.device_uuids)))
+        self._keep(
+            make_receiver(
+                Incoming(opened.transport, assembly.layout, engine_id, host_id(), facts.device_uuids, self._link)
+            )
+        )
 
     def _keep(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -233,6 +244,22 @@ class _Attempt:
         if update is None or update.stream != self._stream:
             raise e.UpdateAborted(update_id="", cause="the update ended meanwhile")
         return update
+
+    # ---- a link ----
+
+    async def _follow_link(self, opened: weight_update_pb2.UpdateOpen) -> None:
+        """Be in the link that the update names, or in none: a plan that names none has no more use for an old one."""
+        links = self._life.links
+        if opened.transport != weight_update_pb2.TRANSPORT_BROADCAST:
+            links.close()
+            return
+        self._link = links.take(frames.link_place(opened))
+        await self._reader.during(in_thread(self._link.join, name=JOINER))
+
+    def leave_link(self) -> None:
+        """An update that ended before all of its bytes came leaves the link in the middle of something."""
+        if self._link is not None:
+            self._link.leave()
 
     # ---- a checkpoint ----
 

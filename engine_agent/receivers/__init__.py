@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.core.layout import Layout
+from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.checkpoint import CheckpointReceiver
 from engine_agent.receivers.inline import InlineReceiver
+from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
 from weightplane.v1 import weight_update_pb2
@@ -25,10 +28,10 @@ __all__ = [
     "transports_of",
 ]
 
-TRANSPORTS = ("shared_memory", "inline")
-"""What settings may name."""
-DEFAULT_TRANSPORTS = ("shared_memory", "inline")
-"""What an engine agent receives by unless its settings say otherwise; checkpoints are another setting's matter."""
+TRANSPORTS = ("shared_memory", "inline", "broadcast")
+"""What settings may name; checkpoints are another setting's matter."""
+DEFAULT_TRANSPORTS = ("shared_memory", "inline", *(["broadcast"] if find_spec("torch") else []))
+"""Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,8 @@ class Incoming:
     engine_id: str
     host_id: str
     device_uuids: tuple[str, ...]
+    link: ReceiverLink | None = None
+    """With broadcast: joined."""
 
 
 def make_receiver(incoming: Incoming) -> Receiver:
@@ -53,6 +58,8 @@ def make_receiver(incoming: Incoming) -> Receiver:
             return InlineReceiver(incoming.layout)
         case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
             return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
+        case weight_update_pb2.TRANSPORT_BROADCAST if incoming.link is not None:
+            return BroadcastReceiver(incoming.layout, incoming.link)
         case unknown:
             raise _unsupported(incoming.engine_id, unknown)
 

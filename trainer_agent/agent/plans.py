@@ -26,7 +26,9 @@ def check_plan(plan: fleet_pb2.Plan, world_size: int) -> None:
         require_known(a)
 
 
-def push_plan(begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int, *, keep_whole: bool) -> rank_pb2.PushPlan:
+def push_plan(
+    begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int, link_host: str = "", *, keep_whole: bool = False
+) -> rank_pb2.PushPlan:
     """The plan for the ranks, with every assignment: each rank is sent its own part by `for_rank`.
 
     Ranks of a slot meet where each of them gives handles; by other ways the leader sends alone.
@@ -39,6 +41,7 @@ def push_plan(begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int, *, keep_wh
         assignments=begun.plan.assignments,
         chunk_bytes=chunk_bytes,
         keep_whole=keep_whole,
+        link_host=link_host,
     )
     for assignment in begun.plan.assignments:
         if len(assignment.ranks) > 1 and assignment.transport == SHARED_MEMORY:

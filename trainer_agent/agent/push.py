@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 import structlog
 
 from controlplane.core.errors import (
+    IpcNotPossible,
+    LinkFailed,
     PeerLost,
     StaleTerm,
     WeightplaneError,
@@ -24,6 +26,7 @@ from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent.agent import outcome
 from trainer_agent.agent.announced import Announced, Release
+from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
 from trainer_agent.agent.checkpoint_files import Whole
 from trainer_agent.agent.checkpoints import CheckpointKeeper
@@ -32,6 +35,7 @@ from trainer_agent.agent.reasons import update_passes
 from trainer_agent.agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import DECIDED, UpdateWatch
+from trainer_agent.agent.ways import ByLink
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
@@ -60,6 +64,10 @@ class PushContext:
     parts: tuple[weight_update_pb2.LayoutPart, ...]
     chunk_bytes: int
     world_size: int
+    avoided: Avoided = field(default_factory=Avoided)
+    """Ways that did not work."""
+    link_host: str = ""
+    """Where engines of other hosts reach the ranks of this one; empty: nothing is broadcast."""
     checkpoints: CheckpointKeeper | None = None
     """Keeps committed versions on disk; None: nobody does."""
 
@@ -83,6 +91,7 @@ class Push:
     _final: bool = False
     _started: float = 0.0
     _announced: Announced | None = None
+    _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -102,6 +111,22 @@ class Push:
     def take_end(self, rank: int, end: rank_pb2.PushEnd) -> None:
         """A leader announced everything."""
         self._take(lambda said: said.take_end(rank, end))
+
+    def take_link(self, made: rank_pb2.LinkMade) -> None:
+        """A leader listens for a link's engines."""
+        for stream in self._streams:
+            if stream.engine_id in made.engine_ids and isinstance(stream.way, ByLink):
+                stream.way.made(made)
+
+    def link_failed(self, error: LinkFailed) -> None:
+        """A leader's, or an engine's own word: the end of all bytes of a link of shared fate, else of that engine's."""
+        self._note(error)
+        streams = [s for s in self._streams if s.engine_id in error.engine_id.split(", ")]
+        if streams and all(s.isolated for s in streams):
+            for stream in streams:
+                stream.give_up(error)
+        else:
+            self.fail(error)
 
     def _take(self, act: Callable[[Announced], None]) -> None:
         """What comes without a plan belongs to no push."""
@@ -133,6 +158,7 @@ class Push:
             layout_digest=self.context.layout.digest,
             byte_count=self.context.layout.byte_count,
             ready_limit=seconds_to_proto(self.limit_seconds),
+            avoid=self.context.avoided.entries(),
         )
         deadline = self._started + self.limit_seconds
         begin = asyncio.create_task(begin_update(self.context.stubs.fleet, request, deadline, first=self.first))
@@ -145,12 +171,16 @@ class Push:
         raise self.error
 
     async def _carry(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushResult:
+        self._begun = begun
+        self.context.avoided.lives(a.engine for a in begun.plan.assignments)
         watch = UpdateWatch(self.context.stubs.fleet, self.context.run_id, begun)
         watching = asyncio.create_task(watch.run())
         try:
             check_plan(begun.plan, self.context.world_size)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
-            plan = push_plan(begun, self.context.chunk_bytes, keep_whole=self.context.checkpoints is not None)
+            plan = push_plan(
+                begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self.context.checkpoints is not None
+            )
             self._announced = Announced(plan, self.release)
             self._open_streams(begun, watch, self._announced)
             self.send_plan(plan)
@@ -198,7 +228,23 @@ class Push:
             stub = self.context.stubs.engine(assignment.endpoint)
             chunks = said.logs[assignment.engine.engine_id]
             self._streams.append(EngineStream(stub, cargo, assignment, chunks, watch))
-        self._tasks += [asyncio.create_task(s.run()) for s in self._streams]
+        self._tasks += [asyncio.create_task(self._run(s)) for s in self._streams]
+
+    async def _run(self, stream: EngineStream) -> StreamEnd:
+        """Run a stream; where its failure is everybody's, say so at once instead of waiting for who will not come."""
+        end = await stream.run()
+        if isinstance(end.error, (LinkFailed, IpcNotPossible)):
+            self._note(end.error)
+        elif end.error is not None and stream.fails_others:
+            lost = LinkFailed(stream.engine_id, "broadcast", "join", f"its stream ended with {end.error}")
+            self._note(lost)
+            self.fail(end.error if isinstance(end.error, StaleTerm) else lost)
+        if isinstance(end.error, LinkFailed) and stream.fails_others:
+            self.fail(end.error)
+        return end
+
+    def _note(self, error: LinkFailed | IpcNotPossible) -> None:
+        self.context.avoided.note(error, self._begun.update_id, self._begun.plan.assignments)
 
     def _cargo(self, begun: fleet_pb2.BeginUpdateResponse) -> Cargo:
         layout = self.context.layout
@@ -297,6 +343,7 @@ class Push:
         released = all(e is not None and e.memory_free for e in ends)
         result = outcome.decided(state, released=released)
         if result is not None:
+            self.context.avoided.worked(self._begun.plan.assignments)
             return result
         error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
         result = outcome.failed(error, state, released=released)

@@ -84,6 +84,7 @@ class EngineStream:
         self.required = assignment.required
         self.ready = False
         """All bytes are in and checked there."""
+        self._received = False
         self.error: WeightplaneError | None = None
         """Why the latest attempt ended; what an abort of ours does to it is no news."""
         self._stub = stub
@@ -109,6 +110,23 @@ class EngineStream:
         """Give up before the commit frame; after it the agent owns the install, and only the waiting ends."""
         self._abort_reason = self._abort_reason or reason
         self._abort.set()
+
+    def give_up(self, error: WeightplaneError) -> None:
+        """Its bytes will not come any more."""
+        self.error = self.error or error
+        self.abort(str(error))
+
+    @property
+    def isolated(self) -> bool:
+        """Its bytes come over a link of its own."""
+        broadcast = self._assignment.transport == weight_update_pb2.TRANSPORT_BROADCAST
+        return broadcast and self._assignment.fate != weight_update_pb2.LINK_FATE_SHARED
+
+    @property
+    def fails_others(self) -> bool:
+        """If it ends now, and not by our word, the other engines of its link get no bytes either."""
+        broadcast = self._assignment.transport == weight_update_pb2.TRANSPORT_BROADCAST
+        return broadcast and not (self.isolated or self._received or self._abort.is_set())
 
     @property
     def holds_others_up(self) -> bool:
@@ -209,7 +227,7 @@ class EngineStream:
                 await self._send_layout(call)
             await self._send_chunks(call)
             await _expect(frames, "ready")
-            self.ready = True
+            self.ready = self._received = True
             await self._watch.go()
             failpoints.hit("trainer.before_commit")
             self._commit_sent = True

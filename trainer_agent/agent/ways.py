@@ -6,6 +6,7 @@ handed out, and whether an attempt may be made again. Refuses transports that it
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -16,7 +17,7 @@ from trainer_agent.agent.frames import Frame, SegmentReader, by_reference, inlin
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
-KNOWN = frozenset({parts.SHARED_MEMORY, parts.INLINE})
+KNOWN = frozenset({parts.SHARED_MEMORY, parts.INLINE, parts.BROADCAST})
 """Transports that there is a way for."""
 
 
@@ -83,11 +84,42 @@ class Inline:
         self._reader.close()
 
 
+class ByLink:
+    """broadcast: the bytes go over the leader's link, beside the stream; an engine comes to it once."""
+
+    hands_out = False
+    again = False
+
+    def __init__(self, engine_id: str, fate: weight_update_pb2.LinkFate.ValueType) -> None:
+        self._engine_id = engine_id
+        self._fate = fate
+        self._made: asyncio.Future[rank_pb2.LinkMade] = asyncio.get_running_loop().create_future()
+
+    def made(self, made: rank_pb2.LinkMade) -> None:
+        """The leader listens."""
+        if not self._made.done():
+            self._made.set_result(made)
+
+    async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
+        made = await asyncio.shield(self._made)
+        members = list(made.engine_ids)
+        frame.link.link_id, frame.link.rendezvous, frame.link.fate = made.link_id, made.rendezvous, self._fate
+        frame.link.size, frame.link.position = 1 + len(members), 1 + members.index(self._engine_id)
+
+    def cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
+        yield list(chunk.records), [b for b in chunk.buffers if b.HasField("link")]
+
+    def close(self) -> None:
+        self._made.cancel()
+
+
 def make_way(assignment: fleet_pb2.Assignment, chunks: ChunkLog) -> Way:
     """The way of an assignment. Raises SlotMismatch: this trainer knows none."""
     require_known(assignment)
     if assignment.transport == parts.INLINE:
         return Inline(chunks)
+    if assignment.transport == parts.BROADCAST:
+        return ByLink(assignment.engine.engine_id, assignment.fate)
     return ByReference()
 
 

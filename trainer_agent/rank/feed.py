@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,8 +23,9 @@ from trainer_agent.rank.exporter import Exporter
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import Inbox
 from trainer_agent.rank.link import Patience, RankLink
+from trainer_agent.rank.links import Links
 from trainer_agent.rank.memory import ExportMemory, RingMemory, WholeMemory, ring_bytes
-from trainer_agent.rank.senders import Announcer, Content, CopySender, HandleSender, Sender
+from trainer_agent.rank.senders import Announcer, BroadcastSender, Content, CopySender, HandleSender, Sender
 from trainer_agent.segments import Segment, SegmentPool
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
@@ -31,16 +33,36 @@ from weightplane.v1 import weight_update_pb2
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
+@dataclass
+class Held:
+    """What a rank keeps from push to push."""
+
+    segments: SegmentPool
+    groups: GatherGroups
+    links: Links = field(default_factory=Links)
+
+    def settle(self, *, released: bool, failed: bool) -> None:
+        """A push is over. `released`: no engine reads the memory any more (INV-12)."""
+        self.segments.settle(released and not self.links.busy)
+        if failed:
+            # An exchange or a broadcast may have been left half done on some member: the next push meets anew.
+            self.groups.close()
+            self.links.close()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        self.groups.close()
+        self.links.close()
+        self.segments.close()
+
+
 class Feed:
     """This rank's work in one push."""
 
-    def __init__(
-        self, rank: int, link: RankLink, pool: SegmentPool, groups: GatherGroups, sequence: int, patience: Patience
-    ) -> None:
+    def __init__(self, rank: int, link: RankLink, held: Held, sequence: int, patience: Patience) -> None:
         self._rank = rank
         self._link = link
-        self._pool = pool
-        self._groups = groups
+        self._held = held
         self._patience = patience
         self._inbox = Inbox(link, sequence, patience)
         self._senders: list[Sender] = []
@@ -49,17 +71,20 @@ class Feed:
         """Export everything and bring it on its way. A rank without a part only takes part in the iteration.
 
         Raises:
-            PushEnded: it was over before. LayoutInvalid, LimitExceeded, SlotMismatch, PeerLost, DeadlineExceeded.
+            PushEnded: it was over before. LayoutInvalid, LimitExceeded, SlotMismatch, PeerLost, LinkFailed,
+            DeadlineExceeded.
         """
-        self._groups.prepare(plan, self._inbox.check)
+        self._held.groups.prepare(plan, self._inbox.check)
         parts = parts_of(plan, self._rank)
+        self._held.links.prepare(parts, plan.link_host)
         if not parts:
             drain(tensors)
             return
         layed_out = plan_segment(layout, plan.chunk_bytes)
         whole = keeps_whole(plan, self._rank)
-        segment = self._pool.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
+        segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
         self._senders = [self._sender(part, segment) for part in parts]
+        self._held.links.meet(self._inbox.check)
         exporter = Exporter(layout, layed_out, self._memory(layed_out, segment, whole=whole))
         for chunk in exporter.chunks(tensors):
             self._inbox.check()
@@ -90,9 +115,11 @@ class Feed:
     def _sender(self, part: Part, segment: Segment) -> Sender:
         announcer = Announcer(part, self._link, self._patience)
         if part.transport == ways.SHARED_MEMORY:
-            return HandleSender(part, self._rank, announcer, segment, self._groups, self._inbox)
+            return HandleSender(part, self._rank, announcer, segment, self._held.groups, self._inbox)
         if part.transport == ways.INLINE:
             return CopySender(part, announcer, segment, self._inbox)
+        if part.transport == ways.BROADCAST:
+            return BroadcastSender(part, announcer, segment, self._held.links, self._inbox)
         name = weight_update_pb2.Transport.Name(part.transport)
         raise SlotMismatch(engine_id=part.engine_ids[0], what="the plan", ranks=f"rank {self._rank} cannot send {name}")
 

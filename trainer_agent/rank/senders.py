@@ -6,18 +6,26 @@ is announced once, with what was sent. Refuses nothing: what a part is, the plan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+import structlog
+import torch
+
+from controlplane.core.errors import LinkFailed, WeightplaneError
 from controlplane.devices import host_id
 from trainer_agent.parts import Part
 from trainer_agent.rank.exporter import ExportedChunk
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import Inbox
 from trainer_agent.rank.link import Patience, RankLink
+from trainer_agent.rank.links import Links
 from trainer_agent.segments import Segment
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import layout_pb2
+from weightplane.v1 import layout_pb2, weight_update_pb2
+
+log = structlog.get_logger(__name__)
 
 
 class Sender(Protocol):
@@ -61,6 +69,11 @@ class Announcer:
 
     def say(self, request: rank_pb2.RankRequest) -> None:
         self._link.send(request, self._patience)
+
+    def failed(self, error: WeightplaneError) -> None:
+        """What this rank cannot go on with."""
+        failed = rank_pb2.PushFailed(cause=str(error), error_reason=error.reason, error_metadata=error.metadata())
+        self.say(rank_pb2.RankRequest(push_failed=failed))
 
     def end(self, content: Content) -> None:
         end = rank_pb2.PushEnd(
@@ -132,3 +145,59 @@ class CopySender:
 
     def finish(self, content: Content) -> None:
         self._announcer.end(content)
+
+
+class BroadcastSender:
+    """broadcast: the chunk is announced, and its bytes go over the part's link, beside the stream.
+
+    A link of shared fate that fails is the end of the push. One that is an engine's own ends that engine's bytes: the
+    agent is told, and nothing more is sent there.
+    """
+
+    def __init__(self, part: Part, announcer: Announcer, segment: Segment, links: Links, inbox: Inbox) -> None:
+        """Tells the engines where the link is, so that they come while others are told."""
+        self.part = part
+        self._announcer = announcer
+        self._segment = segment
+        self._memory = torch.frombuffer(segment.memory, dtype=torch.uint8)
+        self._link = links.of(part)
+        self._inbox = inbox
+        self._lost = False
+        announcer.say(rank_pb2.RankRequest(link_made=self._link.made()))
+
+    def send(self, chunk: ExportedChunk) -> None:
+        self._unless_lost(lambda: self._send(chunk))
+
+    def wait_free(self, index: int) -> None:
+        self._unless_lost(lambda: self._link.wait_sent(index, self._inbox.check))
+        self._link.wait_still(index, self._inbox.check)
+
+    def finish(self, content: Content) -> None:
+        self._unless_lost(lambda: self._finish(content))
+
+    def _send(self, chunk: ExportedChunk) -> None:
+        if self._link.error is not None:
+            raise self._link.error
+        message = self._announcer.chunk(chunk)
+        message.buffers.add(shared_memory=place_of(chunk, self._segment))
+        message.buffers.add(link=layout_pb2.LinkBytes(byte_count=chunk.byte_count))
+        self._announcer.say(rank_pb2.RankRequest(send_chunk=message))
+        if chunk.byte_count:
+            data = self._memory[chunk.start : chunk.start + chunk.byte_count]
+            self._link.send(chunk.index, data, self._inbox.check)
+
+    def _finish(self, content: Content) -> None:
+        self._announcer.end(content)
+        self._link.wait_sent(content.chunk_count, self._inbox.check)
+
+    def _unless_lost(self, act: Callable[[], None]) -> None:
+        if self._lost:
+            return
+        try:
+            act()
+        except LinkFailed as error:
+            if self.part.fate == weight_update_pb2.LINK_FATE_SHARED:
+                raise
+            log.warning("link_lost", link=self.part.link, cause=str(error))
+            self._lost = True
+            self._announcer.failed(error)
