@@ -87,12 +87,15 @@ def end(work: Any, between: Between) -> None:
         RuntimeError: it failed, or did not end in time. What `between` raises: the operation goes on then.
     """
     deadline = time.monotonic() + OPERATION_SECONDS + GRACE_SECONDS
-    while not work.is_completed():
-        between()
-        if time.monotonic() > deadline:
-            raise RuntimeError(f"an operation did not end within {OPERATION_SECONDS + GRACE_SECONDS} s")
-        time.sleep(POLL_SECONDS)
-    work.wait()
+    try:
+        while not work.is_completed():
+            between()
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"an operation did not end within {OPERATION_SECONDS + GRACE_SECONDS} s")
+            time.sleep(POLL_SECONDS)
+        work.wait()
+    finally:
+        del work  # it holds the memory, and an error's traceback would hold it
 
 
 def wait_for_keys(store: Any, keys: Sequence[str], seconds: float, between: Between) -> list[str]:

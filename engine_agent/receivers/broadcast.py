@@ -42,15 +42,25 @@ class BroadcastReceiver:
         if size > self._staging.size:
             raise ByteCountMismatch(what="a chunk on the link", expected=self._staging.size, got=size)
         straight = self._straight(records, size)
+        target = self._target(size, straight)
+        try:
+            if size:
+                self._link.receive(target)
+            self._came(records, None if straight is not None else target)
+        finally:
+            del target  # an error's traceback must not hold a version's memory
+
+    def _target(self, size: int, straight: int | None) -> memoryview:
         with self._guard:
             require_open(self._closed)
-            target = self._room(size) if straight is None else self._staging.view[straight : straight + size]
-        if size:
-            self._link.receive(target)
+            return self._room(size) if straight is None else self._staging.view[straight : straight + size]
+
+    def _came(self, records: Sequence[Record], data: memoryview | None) -> None:
+        """`data`: still to be copied to its places."""
         with self._guard:
             require_open(self._closed)
-            if straight is None:
-                self._staging.copy(records, target)
+            if data is not None:
+                self._staging.copy(records, data)
             self._left -= sum(r.byte_count for r in records)
             if self._left == 0:
                 self._link.all_came()

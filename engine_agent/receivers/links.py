@@ -81,9 +81,23 @@ class ReceiverLink:
         self.joined = True
         log.info("link_joined", link_id=self.place.link_id, position=self.place.position, size=self.place.size)
 
-    def receive(self, target: memoryview) -> None:
+    def receive(self, target: memoryview, stage: str = "bytes") -> None:
         """Wait for the sender's next bytes, which fill `target`. Raises LinkFailed, UpdateAborted."""
-        self._receive(target, "bytes")
+        import torch
+
+        from controlplane import collectives
+
+        work = None
+        try:
+            with self._guard:
+                self._check()
+                work = self._group.broadcast(torch.frombuffer(target, dtype=torch.uint8))
+            collectives.end(work, self._check)
+        except RuntimeError as error:
+            self._check()  # what is cut by ourselves fails too
+            raise self._failed(stage, collectives.first_line(error)) from error
+        finally:
+            del target, work  # an error's traceback must not hold a version's memory
 
     def all_came(self) -> None:
         """The update needs nothing more of the link: it is as it was before."""
@@ -126,24 +140,10 @@ class ReceiverLink:
 
     def _probe(self) -> None:
         data = bytearray(PROBE_BYTES + CHECKSUM_BYTES)
-        self._receive(memoryview(data), "join")
+        self.receive(memoryview(data), "join")
         payload, checksum = data[:PROBE_BYTES], bytes(data[PROBE_BYTES:])
         if xxhash.xxh3_64_digest(payload) != checksum:
             raise self._failed("probe", "other bytes came than were sent")
-
-    def _receive(self, target: memoryview, stage: str) -> None:
-        import torch
-
-        from controlplane import collectives
-
-        try:
-            with self._guard:
-                self._check()
-                work = self._group.broadcast(torch.frombuffer(target, dtype=torch.uint8))
-            collectives.end(work, self._check)
-        except RuntimeError as error:
-            self._check()  # what is cut by ourselves fails too
-            raise self._failed(stage, collectives.first_line(error)) from error
 
     def _check(self) -> None:
         """Raises UpdateAborted: the link was left."""

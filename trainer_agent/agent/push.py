@@ -51,6 +51,10 @@ LOST_RANK_SECONDS = 1.0
 DECIDE_SECONDS = 60.0
 """Beyond the push's limit, once commits went: the coordinator decides by its own limits, if it is there."""
 MAX_REASON_LENGTH = 4096
+LAST_WORDS_SECONDS = 0.2
+"""When a link broke: how long the word of who left it may take."""
+BROKEN = frozenset({"LINK_FAILED", "UPDATE_ABORTED", "REMOTE"})
+"""How the end of a link looks to engines that had no part in it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,8 @@ class Push:
             for stream in streams:
                 stream.give_up(error)
         else:
-            self.fail(error)
+            # Whoever left the link first says why on its stream, at the same moment.
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
 
     def _take(self, act: Callable[[Announced], None]) -> None:
         """What comes without a plan belongs to no push."""
@@ -346,9 +351,12 @@ class Push:
             self.context.avoided.worked(self._begun.plan.assignments)
             return result
         error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
-        result = outcome.failed(error, state, released=released)
-        reported = {e.error_reason for e in state.engines if e.required}
+        reported = {e.error_reason for e in state.engines if e.required and e.error_reason}
         told = {s.error.reason for s in self._streams if s.required and s.error is not None}
+        if isinstance(error, LinkFailed) and not reported | told <= BROKEN:
+            # An engine says why it left the link.
+            error = outcome.update_failed(state, str(error), self._errors())
+        result = outcome.failed(error, state, released=released)
         result.retry = not self._final and update_passes(error, reported | told)
         return result
 

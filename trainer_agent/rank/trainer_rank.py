@@ -219,7 +219,8 @@ class TrainerRank:
             result = feed.end()
             if isinstance(error, WeightplaneError) and (result is None or _whole(result)):
                 drain(tensors)
-            if result is not None and (result.retry or _anyway(error, result)):
+            if result is not None and (result.retry or isinstance(error, LinkFailed)):
+                # Of a link the agent knows both ends, and whether the fleet committed without it.
                 raise PushEnded(result) from error
             raise
 
@@ -255,11 +256,6 @@ def _connect(socket: Path, sidecar: Sidecar | None, patience: Patience) -> RankL
         if sidecar:
             sidecar.stop()
         raise
-
-
-def _anyway(error: Exception, result: rank_pb2.PushResult) -> bool:
-    """The fleet committed without the engine whose link broke."""
-    return isinstance(error, LinkFailed) and not result.error_reason
 
 
 def _whole(result: rank_pb2.PushResult) -> bool:
