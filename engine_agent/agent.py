@@ -28,6 +28,7 @@ from engine_agent.engine import Engine
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
 from engine_agent.rollout_service import RolloutService
 from engine_agent.session import Membership, Session
@@ -78,6 +79,8 @@ class EngineSettings:
     """An update's stream without a frame for so long is aborted."""
     max_restarts: int = 5
     """Lives after the first; then the agent ends."""
+    transports: tuple[str, ...] = DEFAULT_TRANSPORTS
+    """How trainers may bring it bytes: shared_memory, inline, broadcast. inline is always among them."""
     checkpoint_root: Path | None = None
     """Directory of checkpoints that it may be brought up to date from; without one such updates are refused."""
     initial: Literal["unset", "serve"] = "unset"
@@ -93,6 +96,10 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
             raise ValueError("unit and unit_size go together: name the unit, and how many engines it has")
+        if unknown := set(self.transports) - set(TRANSPORTS):
+            raise ValueError(f"no transports: {sorted(unknown)}; there are {', '.join(TRANSPORTS)}")
+        if "inline" not in self.transports:
+            raise ValueError("transports: every engine takes inline, the way that is left where no other works")
 
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
@@ -223,7 +230,8 @@ class _Agent:
 
 def _membership(settings: EngineSettings) -> Membership:
     reads = frozenset() if settings.checkpoint_root is None else frozenset({CHECKPOINT})
-    return Membership(settings.group, settings.unit, settings.unit_size, reads)
+    transports = tuple(sorted(transports_of(settings.transports)))
+    return Membership(settings.group, settings.unit, settings.unit_size, reads, transports)
 
 
 def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
@@ -261,7 +269,9 @@ def _services(holder: EngineLifeHolder, settings: EngineSettings) -> list[Callab
     return [
         add(
             weight_update_pb2_grpc.add_WeightUpdateServicer_to_server,
-            WeightUpdateService(holder, settings.stream_idle_seconds, settings.checkpoint_root),
+            WeightUpdateService(
+                holder, settings.stream_idle_seconds, settings.checkpoint_root, transports_of(settings.transports)
+            ),
             weight_update_pb2.DESCRIPTOR.services_by_name["WeightUpdate"].full_name,
         ),
         add(

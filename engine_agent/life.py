@@ -31,6 +31,7 @@ from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import CanaryReport, Engine, EngineFacts, InstallReport
 from engine_agent.receivers import Receiver
+from engine_agent.receivers.links import EngineLinks
 from engine_agent.remembered import Memory, Remembered
 from engine_agent.requests import Requests
 
@@ -81,6 +82,7 @@ class EngineLife:
         self._next_stream = 0
         self._stream_errors: dict[int, asyncio.Future[WeightplaneError]] = {}
         self._receivers: dict[int, Receiver] = {}
+        self.links = EngineLinks(initial.engine_id)
         self._outcomes: dict[UpdateId, asyncio.Future[WeightplaneError | None]] = {}
         self._applied: dict[UpdateId, Applied] = {}
         self._failures: dict[UpdateId, WeightplaneError] = {}
@@ -120,6 +122,7 @@ class EngineLife:
             task.cancel()
         for stream in list(self._receivers):
             self.drop(stream)
+        self.links.close()
         await self.engine.shutdown()
 
     @property
@@ -138,6 +141,8 @@ class EngineLife:
     def apply(self, event: events.Event) -> list[events.Effect]:
         """Decide an event and carry out what is not the caller's own to do. Raises the core's refusals."""
         effects = self.core.handle(event, time.monotonic())
+        if isinstance(event, events.FleetChanged):
+            self.links.heard(self.core.term)
         for effect in effects:
             match effect:
                 case events.Remember(term, coordinator_term, number):

@@ -42,9 +42,6 @@ RECONNECT_SECONDS = (0.2, 2.0)
 """First and longest wait before the next try; doubled in between, with jitter."""
 WELCOME_LIMIT_SECONDS = 15.0
 
-TRANSPORTS = (weight_update_pb2.TRANSPORT_SHARED_MEMORY, weight_update_pb2.TRANSPORT_INLINE)
-"""How bytes can reach an engine of this agent: what `receivers` has, for what the engine's workers can open."""
-
 FATAL = (WrongRun, IncompatibleNode, WrongIncarnation, ModelFrozen, VersionConflict)
 """Refusals that a reconnect cannot mend."""
 
@@ -58,6 +55,8 @@ class Membership:
     unit_size: int = 0
     capabilities: frozenset[str] = frozenset()
     """Of the agent, beside the engine's own."""
+    transports: tuple[weight_update_pb2.Transport.ValueType, ...] = ()
+    """How bytes can reach it. Empty: shared memory and inline."""
 
 
 class Session:
@@ -181,5 +180,5 @@ class Session:
             unit=self._member.unit,
             unit_size=self._member.unit_size,
             life=life.number,
-            transports=TRANSPORTS,
+            transports=self._member.transports,
         )

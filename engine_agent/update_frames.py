@@ -5,11 +5,13 @@ from __future__ import annotations
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import Held
+from controlplane.core.errors import FrameInvalid
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.codec import version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import timings_to_proto
 from engine_agent.life import Applied
 from engine_agent.receivers import Buffer
+from engine_agent.receivers.links import LinkPlace
 from weightplane.v1 import layout_pb2, weight_update_pb2
 
 Response = weight_update_pb2.UpdateWeightsResponse
@@ -40,6 +42,16 @@ def _base(manifest: weight_update_pb2.Manifest) -> Held | None:
     return Held(version_from_proto(manifest.base.version), manifest.base.content_digest)
 
 
+def link_place(message: weight_update_pb2.UpdateOpen) -> LinkPlace:
+    """Raises FrameInvalid: the frame names no link, or no place in it."""
+    if not message.HasField("link"):
+        raise FrameInvalid("UpdateOpen", "link", "a broadcast names its link")
+    link = message.link
+    if link.position >= link.size:
+        raise FrameInvalid("Link", "position", f"{link.position} of {link.size} members, counted from 0")
+    return LinkPlace(link.link_id, link.rendezvous, link.size, link.position, message.writer_term)
+
+
 def chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:
     records = [
         Record(r.tensor, r.tensor_offset, r.buffer_offset, r.byte_count, r.checksum if r.HasField("checksum") else None)
@@ -50,15 +62,25 @@ def chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArri
 
 
 def _size(buffer: layout_pb2.BufferHandle) -> int:
-    is_inline = buffer.WhichOneof("kind") == "inline"
-    return len(buffer.inline) if is_inline else buffer.shared_memory.byte_count
+    match buffer.WhichOneof("kind"):
+        case "inline":
+            return len(buffer.inline)
+        case "link":
+            return buffer.link.byte_count
+        case _:
+            return buffer.shared_memory.byte_count
 
 
 def buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
-    if buffer.WhichOneof("kind") == "inline":
-        return Buffer(buffer.device_uuid, inline=buffer.inline)
-    r = buffer.shared_memory
-    return Buffer(buffer.device_uuid, r.segment, r.host_id, r.offset, r.byte_count)
+    """A kind that no receiver of ours takes has no place, and is refused by all of them."""
+    match buffer.WhichOneof("kind"):
+        case "inline":
+            return Buffer(buffer.device_uuid, inline=buffer.inline)
+        case "link":
+            return Buffer(buffer.device_uuid, link_bytes=buffer.link.byte_count)
+        case _:
+            r = buffer.shared_memory
+            return Buffer(buffer.device_uuid, r.segment, r.host_id, r.offset, r.byte_count)
 
 
 def accepted(version: WeightVersion, *, layout_needed: bool = False, attached: bool = False) -> Response:

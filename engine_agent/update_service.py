@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,17 @@ from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from engine_agent import update_frames as frames
 from engine_agent.life import EngineLife, EngineLifeHolder
-from engine_agent.receivers import Buffer, CheckpointReceiver, Receiver, make_receiver
+from engine_agent.receivers import (
+    DEFAULT_TRANSPORTS,
+    Buffer,
+    CheckpointReceiver,
+    Incoming,
+    Receiver,
+    make_receiver,
+    require_received,
+    transports_of,
+)
+from engine_agent.receivers.links import ReceiverLink
 from engine_agent.threads import in_thread
 from weightplane.v1 import weight_update_pb2, weight_update_pb2_grpc
 
@@ -37,6 +48,8 @@ READY_IDLE_SECONDS = 600.0
 """Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
 READER = "weightplane-checkpoint"
 """Name of the threads that read checkpoints."""
+JOINER = "weightplane-link"
+"""Name of the threads that join links."""
 MAX_LAYOUT_TENSORS = 1_000_000
 """As the manifest's own limit."""
 
@@ -45,18 +58,22 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
     """Serves whichever life the engine has now."""
 
     def __init__(
-        self, holder: EngineLifeHolder, stream_idle_seconds: float, checkpoint_root: Path | None = None
+        self,
+        holder: EngineLifeHolder,
+        stream_idle_seconds: float,
+        checkpoint_root: Path | None = None,
+        transports: frozenset[weight_update_pb2.Transport.ValueType] = transports_of(DEFAULT_TRANSPORTS),
     ) -> None:
-        """Without a `checkpoint_root` updates from checkpoints are refused."""
+        """Without a `checkpoint_root` updates from checkpoints are refused, as are other `transports` than these."""
         self._holder = holder
         self._idle_seconds = stream_idle_seconds
-        self._checkpoint_root = checkpoint_root
+        self._rules = _Rules(checkpoint_root, transports)
 
     async def UpdateWeights(self, request_iterator: Frames, context: Any) -> AsyncIterator[Response]:
         life = self._holder.life
         stream, ended = life.new_stream()
         reader = _Reader(request_iterator, ended, self._idle_seconds)
-        attempt = _Attempt(life, stream, reader, self._checkpoint_root)
+        attempt = _Attempt(life, stream, reader, self._rules)
         cause, reason = "the stream ended without a commit", "UPDATE_ABORTED"
         try:
             async for response in attempt.run():
@@ -72,6 +89,7 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
             raise
         finally:
             reader.close()
+            attempt.leave_link()
             life.end_stream(stream, cause, reason)
 
 
@@ -128,21 +146,37 @@ class _Reader:
         return await anext(self._frames, None)
 
 
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """By which ways bytes may come."""
+
+    checkpoint_root: Path | None
+    transports: frozenset[weight_update_pb2.Transport.ValueType]
+    """By which a writer may send."""
+
+    def check(self, engine_id: str, transport: weight_update_pb2.Transport.ValueType) -> None:
+        """Raises UnsupportedByEngine: before anything is touched."""
+        if transport != weight_update_pb2.TRANSPORT_CHECKPOINT:
+            require_received(engine_id, transport, self.transports)
+
+
 class _Attempt:
     """One stream."""
 
-    def __init__(self, life: EngineLife, stream: int, reader: _Reader, checkpoint_root: Path | None) -> None:
+    def __init__(self, life: EngineLife, stream: int, reader: _Reader, rules: _Rules) -> None:
         self._life = life
         self._stream = stream
         self._reader = reader
-        self._checkpoint_root = checkpoint_root
+        self._rules = rules
         self._receiver: Receiver | None = None
+        self._link: ReceiverLink | None = None
         self._assembly: Assembly | None = None
         self.update_id = ""
 
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
         version = version_from_proto(opened.version)
+        self._rules.check(self._life.core.state.engine_id, opened.transport)
         accept = _only(events.Accept, self._life.apply(frames.opened(self._stream, opened)))
         self.update_id = opened.update_id
         if not accept.attached and opened.transport == weight_update_pb2.TRANSPORT_CHECKPOINT:
@@ -151,6 +185,8 @@ class _Attempt:
             await self._reader.during(self._read_checkpoint(root, opened))
             yield frames.ready(version)
         else:
+            if not accept.attached:
+                await self._follow_link(opened)
             yield frames.accepted(version, layout_needed=accept.layout_needed, attached=accept.attached)
         if not accept.attached:
             if self._receiver is None:
@@ -191,7 +227,12 @@ class _Attempt:
         if assembly is None or facts is None:
             raise e.UpdateAborted(update_id="", cause="the engine's life ended")
         self._assembly = assembly
-        self._keep(make_receiver(opened.transport, assembly.layout, host_id(), facts.device_uuids))
+        engine_id = self._life.core.state.engine_id
+        self._keep(
+            make_receiver(
+                Incoming(opened.transport, assembly.layout, engine_id, host_id(), facts.device_uuids, self._link)
+            )
+        )
 
     def _keep(self, receiver: Receiver) -> None:
         self._receiver = receiver
@@ -204,13 +245,29 @@ class _Attempt:
             raise e.UpdateAborted(update_id="", cause="the update ended meanwhile")
         return update
 
+    # ---- a link ----
+
+    async def _follow_link(self, opened: weight_update_pb2.UpdateOpen) -> None:
+        """Be in the link that the update names, or in none: a plan that names none has no more use for an old one."""
+        links = self._life.links
+        if opened.transport != weight_update_pb2.TRANSPORT_BROADCAST:
+            links.close()
+            return
+        self._link = links.take(frames.link_place(opened))
+        await self._reader.during(in_thread(self._link.join, name=JOINER))
+
+    def leave_link(self) -> None:
+        """An update that ended before all of its bytes came leaves the link in the middle of something."""
+        if self._link is not None:
+            self._link.leave()
+
     # ---- a checkpoint ----
 
     def _root(self) -> Path:
-        if self._checkpoint_root is None:
+        if self._rules.checkpoint_root is None:
             engine_id = self._life.core.state.engine_id
             raise e.UnsupportedByEngine(engine_id=engine_id, what="read checkpoints: it has no checkpoint_root")
-        return self._checkpoint_root
+        return self._rules.checkpoint_root
 
     async def _read_checkpoint(self, root: Path, opened: weight_update_pb2.UpdateOpen) -> None:
         """The whole version, without a frame of the writer's: one chunk for each file. Its version is not compared: a

@@ -40,11 +40,6 @@ class ChunkRange:
     end: int
     pieces: tuple[Piece, ...]
 
-    @property
-    def last_tensor(self) -> int:
-        """Index of the last tensor that has bytes here."""
-        return self.pieces[-1].tensor
-
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:

@@ -16,7 +16,7 @@
     │                      UnsupportedByEngine
     └── Failed             something was tried and did not work; the text says what is true now
         ├── InstallFailed, InstallTimedOut, CanaryFailed, SpanMismatch, EngineDied
-        └── UpdateFailed, DeadlineExceeded, PeerLost, LedgerError
+        └── UpdateFailed, DeadlineExceeded, PeerLost, LinkFailed, IpcNotPossible, LedgerError
 
 Each class has one `reason` (ErrorInfo.reason on the wire) and its ids and numbers as attributes,
 which are also its metadata. `controlplane.rpc.errors` maps each class to one gRPC status; a test
@@ -605,6 +605,28 @@ class PeerLost(Failed):
     reason = "PEER_LOST"
     template = "{peer} went away: {cause}"
     peer: str
+    cause: str
+
+
+@dataclass(eq=False)
+class LinkFailed(Failed):
+    """`engine_id` names all of the link's engines that it is about. `stage`: `connect` (the engine does not reach the
+    sender), `probe` (other bytes came than were sent), `join` (not everybody came), `bytes` (it broke later)."""
+
+    reason = "LINK_FAILED"
+    template = "the {transport} link to {engine_id} failed ({stage}): {cause}"
+    engine_id: str
+    transport: str
+    stage: str
+    cause: str
+
+
+@dataclass(eq=False)
+class IpcNotPossible(Failed):
+    reason = "IPC_NOT_POSSIBLE"
+    template = "{engine_id} cannot open memory of device {device_uuid}: {cause}"
+    engine_id: str
+    device_uuid: str
     cause: str
 
 

@@ -77,6 +77,8 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.UpdateFailed: _C.ABORTED,
     e.DeadlineExceeded: _C.DEADLINE_EXCEEDED,
     e.PeerLost: _C.UNAVAILABLE,
+    e.LinkFailed: _C.UNAVAILABLE,
+    e.IpcNotPossible: _C.FAILED_PRECONDITION,
     e.LedgerError: _C.INTERNAL,
 }
 

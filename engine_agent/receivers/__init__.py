@@ -2,20 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from controlplane.core.errors import UnsupportedByEngine
 from controlplane.core.layout import Layout
+from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.checkpoint import CheckpointReceiver
 from engine_agent.receivers.inline import InlineReceiver
+from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
 from weightplane.v1 import weight_update_pb2
 
-__all__ = ["Buffer", "CheckpointReceiver", "Receiver", "make_receiver"]
+__all__ = [
+    "DEFAULT_TRANSPORTS",
+    "TRANSPORTS",
+    "Buffer",
+    "CheckpointReceiver",
+    "Incoming",
+    "Receiver",
+    "make_receiver",
+    "require_received",
+    "transports_of",
+]
+
+TRANSPORTS = ("shared_memory", "inline", "broadcast")
+"""What settings may name; checkpoints are another setting's matter."""
+DEFAULT_TRANSPORTS = ("shared_memory", "inline", *(["broadcast"] if find_spec("torch") else []))
+"""Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
 
 
-def make_receiver(
-    transport: weight_update_pb2.Transport.ValueType, layout: Layout, host_id: str, device_uuids: tuple[str, ...]
-) -> Receiver:
-    """The receiver of a transport whose bytes a writer sends, empty."""
-    if transport == weight_update_pb2.TRANSPORT_INLINE:
-        return InlineReceiver(layout)
-    return SharedMemoryReceiver(layout, host_id, device_uuids)
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """What is to come, and to whom."""
+
+    transport: weight_update_pb2.Transport.ValueType
+    layout: Layout
+    engine_id: str
+    host_id: str
+    device_uuids: tuple[str, ...]
+    link: ReceiverLink | None = None
+    """With broadcast: joined."""
+
+
+def make_receiver(incoming: Incoming) -> Receiver:
+    """The receiver of a transport whose bytes a writer sends, empty.
+
+    Raises:
+        UnsupportedByEngine: there is none for it. LimitExceeded: memory does not suffice.
+    """
+    match incoming.transport:
+        case weight_update_pb2.TRANSPORT_INLINE:
+            return InlineReceiver(incoming.layout)
+        case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
+            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
+        case weight_update_pb2.TRANSPORT_BROADCAST if incoming.link is not None:
+            return BroadcastReceiver(incoming.layout, incoming.link)
+        case unknown:
+            raise _unsupported(incoming.engine_id, unknown)
+
+
+def transports_of(names: tuple[str, ...]) -> frozenset[weight_update_pb2.Transport.ValueType]:
+    """The schema's values of settings' names."""
+    return frozenset(weight_update_pb2.Transport.Value(f"TRANSPORT_{name.upper()}") for name in names)
+
+
+def require_received(
+    engine_id: str,
+    transport: weight_update_pb2.Transport.ValueType,
+    received: Set[weight_update_pb2.Transport.ValueType],
+) -> None:
+    """Raises UnsupportedByEngine: the engine does not receive by this transport."""
+    if transport not in received:
+        raise _unsupported(engine_id, transport)
+
+
+def _unsupported(engine_id: str, transport: weight_update_pb2.Transport.ValueType) -> UnsupportedByEngine:
+    known = transport in weight_update_pb2.Transport.values()
+    name = weight_update_pb2.Transport.Name(transport) if known else str(transport)
+    return UnsupportedByEngine(engine_id=engine_id, what=f"receive by {name.removeprefix('TRANSPORT_').lower()}")

@@ -17,7 +17,7 @@ from engine_agent.engine import StagedWeights
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Where a chunk's bytes lie; see BufferHandle in layout.proto. `inline` or a range of `segment`."""
+    """Where a chunk's bytes lie; see BufferHandle in layout.proto. `inline`, `link_bytes` or a range of `segment`."""
 
     device_uuid: str
     segment: str = ""
@@ -25,6 +25,8 @@ class Buffer:
     offset: int = 0
     byte_count: int = 0
     inline: bytes | None = None
+    link_bytes: int | None = None
+    """So many come over the update's link."""
 
 
 class Receiver(Protocol):

@@ -112,8 +112,8 @@ class SharedMemoryReceiver:
 
     def _reach(self, buffer: Buffer) -> tuple[int, int]:
         """Which segment of the device, and where in it. Opens it if it is new."""
-        if buffer.inline is not None:
-            raise FrameInvalid("Chunk", "buffers", "inline bytes do not belong to the shared_memory transport")
+        if not buffer.segment:
+            raise FrameInvalid("Chunk", "buffers", "the shared_memory transport has its bytes in segments")
         if buffer.host_id != self._host_id:
             raise SegmentUnreadable(segment=buffer.segment, cause=f"it lives on host {buffer.host_id}")
         device = self._devices.setdefault(buffer.device_uuid, _Device())

@@ -19,6 +19,7 @@ from tests.sweep.topology import Topology
 from trainer_agent.chunking import plan_segment
 from trainer_agent.megatron.families.rules import Place, Vocabulary
 from trainer_agent.rank.exporter import ExportedChunk, Exporter, layout_of
+from trainer_agent.rank.memory import WholeMemory
 from trainer_agent.source import ParamMeta, WeightSource
 from trainer_agent.sources.iterable import IterableSource
 from trainer_agent.sources.module import ModuleSource
@@ -46,7 +47,7 @@ def expecting(shapes: Mapping[str, tuple[int, ...]]) -> Expected:
 def exported(source: WeightSource, chunk_bytes: int = 1 << 20) -> tuple[Layout, list[ExportedChunk], bytes]:
     layout = layout_of(source)
     plan = plan_segment(layout, chunk_bytes)
-    exporter = Exporter(layout, plan, memoryview(bytearray(max(plan.byte_count, 1))))
+    exporter = Exporter(layout, plan, WholeMemory(plan, memoryview(bytearray(max(plan.byte_count, 1)))))
     chunks = list(exporter.chunks(iter(source)))
     return layout, chunks, exporter.content_digest
 

@@ -15,7 +15,7 @@ from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.server import start_server
 from tests.support.eventually import eventually
-from trainer_agent.agent.frames import ChunkLog
+from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.stream import Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.watch import UpdateWatch
 from weightplane.local.v1 import rank_pb2

@@ -68,9 +68,12 @@ async def first_to_stop(ranks: list[RankProcess]) -> int:
     return (await eventually(stopped, within=100))[0]
 
 
-@pytest.mark.parametrize("transport", ["shared_memory", "inline"])
+@pytest.mark.parametrize("transport", ["shared_memory", "inline", "broadcast"])
 async def test_three_pushes_reach_every_engine_and_every_rank_hears_the_same(tmp_path: Path, transport: str) -> None:
-    async with fleet_for_toys(tmp_path, transport=transport) as fleet, toy_trainer(fleet.address) as trainer:
+    async with (
+        fleet_for_toys(tmp_path, transport=transport) as fleet,
+        toy_trainer(fleet.address, link_host="127.0.0.1") as trainer,
+    ):
         ranks = await trainer.start_ranks(Script(steps=3))
         assert await codes(ranks) == [0, 0]
         heard = [[(p["version"], p["status"], p["outcomes"]) for p in r.said("pushed")] for r in ranks]

@@ -15,6 +15,7 @@ from controlplane.core.errors import LayoutInvalid
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.chunking import ALIGNMENT_BYTES, MAX_RECORDS, plan_segment
 from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter, layout_of
+from trainer_agent.rank.memory import WholeMemory
 from trainer_agent.source import ParamMeta
 
 Named = tuple[str, torch.Tensor]
@@ -45,7 +46,7 @@ def export(source: Source, chunk_bytes: int = 256) -> tuple[bytearray, list[Expo
     layout = layout_of(source)
     plan = plan_segment(layout, chunk_bytes)
     memory = bytearray(max(plan.byte_count, 1))
-    exporter = Exporter(layout, plan, memoryview(memory))
+    exporter = Exporter(layout, plan, WholeMemory(plan, memoryview(memory)))
     return memory, list(exporter.chunks(iter(source))), exporter
 
 
@@ -135,7 +136,7 @@ def test_a_chunk_comes_out_as_soon_as_its_last_tensor_was_yielded() -> None:
 
     layout = layout_of(Source(tensors))
     plan = plan_segment(layout, 128)
-    chunks = Exporter(layout, plan, memoryview(bytearray(plan.byte_count))).chunks(watched())
+    chunks = Exporter(layout, plan, WholeMemory(plan, memoryview(bytearray(plan.byte_count)))).chunks(watched())
     next(chunks)
     assert asked == ["t0", "t1"]
 
@@ -152,7 +153,7 @@ def test_a_tensor_may_be_reused_by_the_source_after_the_next_is_asked_for() -> N
     layout = layout_of(Source(stated))
     plan = plan_segment(layout)
     memory = bytearray(plan.byte_count)
-    list(Exporter(layout, plan, memoryview(memory)).chunks(reusing()))
+    list(Exporter(layout, plan, WholeMemory(plan, memoryview(memory))).chunks(reusing()))
     assert (memory[0], memory[64]) == (1, 2)
 
 
@@ -184,7 +185,7 @@ def test_the_deviating_tensor_is_never_written() -> None:
     plan = plan_segment(layout)
     memory = bytearray(plan.byte_count)
     with pytest.raises(LayoutInvalid):
-        list(Exporter(layout, plan, memoryview(memory)).chunks(iter(source)))
+        list(Exporter(layout, plan, WholeMemory(plan, memoryview(memory))).chunks(iter(source)))
     assert not any(memory)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from controlplane.core.errors import LayoutInvalid
 from trainer_agent.chunking import plan_segment
 from trainer_agent.rank.exporter import Exporter, layout_of
+from trainer_agent.rank.memory import WholeMemory
 from trainer_agent.source import LayerwiseSource, ParamMeta, WeightSource, layerwise_groups
 from trainer_agent.sources.iterable import IterableSource
 from trainer_agent.sources.module import ModuleSource
@@ -46,7 +47,7 @@ def export(source: WeightSource) -> bytearray:
     layout = layout_of(source)
     plan = plan_segment(layout)
     memory = bytearray(max(plan.byte_count, 1))
-    list(Exporter(layout, plan, memoryview(memory)).chunks(iter(source)))
+    list(Exporter(layout, plan, WholeMemory(plan, memoryview(memory))).chunks(iter(source)))
     return memory
 
 

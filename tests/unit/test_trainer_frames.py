@@ -14,7 +14,8 @@ from controlplane.core.errors import FrameOutOfOrder, SegmentUnreadable
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.devices import host_id
 from controlplane.rpc.validation import validate
-from trainer_agent.agent.frames import INLINE_BYTES, ChunkLog, SegmentReader, by_reference, inline
+from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.agent.frames import INLINE_BYTES, SegmentReader, by_reference, inline
 from trainer_agent.chunking import SegmentPlan, plan_segment
 from trainer_agent.segments import Segment, create
 from weightplane.local.v1 import rank_pb2

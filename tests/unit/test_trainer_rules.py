@@ -21,6 +21,7 @@ from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.settings import TrainerSettings
 from trainer_agent.chunking import ALIGNMENT_BYTES, plan_segment
+from trainer_agent.parts import SHARED_MEMORY
 from trainer_agent.rank.gather import shared_slots
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
@@ -137,7 +138,7 @@ def test_the_first_rank_that_is_gone_names_the_end_of_the_set() -> None:
 def assignment(engine_id: str, ranks: list[int], leader: int, devices: int | None = None) -> fleet_pb2.Assignment:
     uuids = [f"CPU-{r}" for r in ranks[:devices]]
     engine = version_pb2.EngineRef(engine_id=engine_id, incarnation="i")
-    return fleet_pb2.Assignment(engine=engine, ranks=ranks, leader=leader, device_uuids=uuids)
+    return fleet_pb2.Assignment(engine=engine, ranks=ranks, leader=leader, device_uuids=uuids, transport=SHARED_MEMORY)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +158,7 @@ def test_each_rank_gets_its_part_and_everybody_the_shared_slots_in_one_order() -
         digest=b"d" * 32,
         assignments=[assignment("e2", [1, 2], 1), assignment("e0", [0], 0), assignment("e1", [1, 2], 1)],
     )
-    whole = push_plan(fleet_pb2.BeginUpdateResponse(update_id="u", plan=plan), 1 << 20)
+    whole = push_plan(fleet_pb2.BeginUpdateResponse(update_id="u", plan=plan), 1 << 20, keep_whole=False)
     parts = [for_rank(whole, rank, sequence=9) for rank in range(3)]
     assert [[a.engine.engine_id for a in p.assignments] for p in parts] == [["e0"], ["e2", "e1"], ["e2", "e1"]]
     assert {p.sequence for p in parts} == {9}

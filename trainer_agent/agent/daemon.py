@@ -26,6 +26,7 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.channels import open_channel
 from trainer_agent import segments
+from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.checkpoints import CheckpointKeeper
 from trainer_agent.agent.lastlife import LastLife
 from trainer_agent.agent.push import PushContext
@@ -50,6 +51,7 @@ class TrainerAgent:
         self._stubs = Stubs(settings.coordinator, open_channel)
         self._life = LastLife(settings.state_dir)
         self._checkpoints = _checkpoints(settings)
+        self._avoided = Avoided()
         self._set: RankSet | None = None
         self._pusher: Pusher | None = None
         self._session: FleetSession | None = None
@@ -184,7 +186,8 @@ class TrainerAgent:
             self.refused(life, error)
             return
         self._run_id = run_id
-        hello = ranks.hello(run_id, self._settings.trainer_id, self._settings.chunk_bytes)
+        settings = self._settings
+        hello = ranks.hello(run_id, settings.trainer_id, settings.chunk_bytes, settings.link_host)
         hello.ended_incarnation = self._life.ended_incarnation()
         hello.takeover = self._settings.takeover
         self._session = FleetSession(self._stubs.fleet, hello, ranks.status, self)
@@ -250,6 +253,8 @@ class TrainerAgent:
             chunk_bytes=self._settings.chunk_bytes,
             world_size=ranks.world_size,
             checkpoints=self._checkpoints,
+            avoided=self._avoided,
+            link_host=self._settings.link_host,
         )
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

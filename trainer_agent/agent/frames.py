@@ -6,14 +6,13 @@ on the same host) and cuts it into frames of at most 1 MiB with their own number
 
 from __future__ import annotations
 
-import asyncio
 import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from controlplane.core.errors import FrameOutOfOrder, LimitExceeded, SegmentUnreadable
+from controlplane.core.errors import SegmentUnreadable
 from controlplane.devices import SHARED_MEMORY
 from trainer_agent.chunking import MAX_RECORDS
 from weightplane.local.v1 import rank_pb2
@@ -21,51 +20,7 @@ from weightplane.v1 import layout_pb2, weight_update_pb2
 
 INLINE_BYTES = 1024 * 1024
 """Payload of one inline frame: the contract's limit, and bigger ones were not faster."""
-MAX_CHUNKS = 1_000_000
-"""Chunks of one push; 64 TiB in the default size. They wait here as announced, since a stream may begin anew."""
 _SEGMENT = re.compile(r"weightplane-[A-Za-z0-9._-]+")
-
-
-class ChunkLog:
-    """What a leader announced for one engine, from the first chunk on. Any number of readers, each at its own pace."""
-
-    def __init__(self) -> None:
-        self._chunks: list[rank_pb2.SendChunk] = []
-        self._news = asyncio.Event()
-        self.end: rank_pb2.PushEnd | None = None
-
-    def add(self, chunk: rank_pb2.SendChunk) -> None:
-        """Raises FrameOutOfOrder, LimitExceeded."""
-        if chunk.index != len(self._chunks) or self.end is not None:
-            raise FrameOutOfOrder(expected=f"chunk {len(self._chunks)}", got=f"chunk {chunk.index}")
-        if len(self._chunks) == MAX_CHUNKS:
-            raise LimitExceeded(what="chunks of one push", limit=MAX_CHUNKS, got=MAX_CHUNKS + 1)
-        self._chunks.append(chunk)
-        self._wake()
-
-    def finish(self, end: rank_pb2.PushEnd) -> None:
-        """Raises FrameOutOfOrder: chunks are missing."""
-        if end.chunk_count != len(self._chunks):
-            raise FrameOutOfOrder(expected=f"the end after {len(self._chunks)} chunks", got=f"{end.chunk_count}")
-        self.end = end
-        self._wake()
-
-    @property
-    def whole(self) -> list[rank_pb2.SendChunk] | None:
-        """Every chunk, once the leader announced everything; else None."""
-        return None if self.end is None else self._chunks
-
-    async def chunk(self, index: int) -> rank_pb2.SendChunk | None:
-        """Chunk number `index`, once it is there; None after the last."""
-        while index >= len(self._chunks):
-            if self.end is not None:
-                return None
-            await self._news.wait()
-        return self._chunks[index]
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
 
 
 class SegmentReader:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from controlplane.core.errors import SlotMismatch
+from trainer_agent.agent.ways import require_known
+from trainer_agent.parts import SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2
 
@@ -21,10 +23,16 @@ def check_plan(plan: fleet_pb2.Plan, world_size: int) -> None:
             raise SlotMismatch(engine_id=a.engine.engine_id, what="the plan", ranks=text)
         if len(ranks) > 1 and len(a.device_uuids) != len(ranks):
             raise SlotMismatch(engine_id=a.engine.engine_id, what="the plan's devices", ranks=str(ranks))
+        require_known(a)
 
 
-def push_plan(begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int) -> rank_pb2.PushPlan:
-    """The plan for the ranks, with every assignment: each rank is sent its own part by `for_rank`."""
+def push_plan(
+    begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int, link_host: str = "", *, keep_whole: bool = False
+) -> rank_pb2.PushPlan:
+    """The plan for the ranks, with every assignment: each rank is sent its own part by `for_rank`.
+
+    Ranks of a slot meet where each of them gives handles; by other ways the leader sends alone.
+    """
     plan = rank_pb2.PushPlan(
         update_id=begun.update_id,
         version=begun.version,
@@ -32,9 +40,11 @@ def push_plan(begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int) -> rank_pb
         plan_revision=begun.plan.revision,
         assignments=begun.plan.assignments,
         chunk_bytes=chunk_bytes,
+        keep_whole=keep_whole,
+        link_host=link_host,
     )
     for assignment in begun.plan.assignments:
-        if len(assignment.ranks) > 1:
+        if len(assignment.ranks) > 1 and assignment.transport == SHARED_MEMORY:
             plan.shared_slots.add(engine_id=assignment.engine.engine_id, ranks=assignment.ranks)
     return plan
 

@@ -16,23 +16,26 @@ from dataclasses import dataclass, field
 import structlog
 
 from controlplane.core.errors import (
+    IpcNotPossible,
+    LinkFailed,
     PeerLost,
-    SlotMismatch,
     StaleTerm,
     WeightplaneError,
 )
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent.agent import outcome
+from trainer_agent.agent.announced import Announced, Release
+from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
 from trainer_agent.agent.checkpoint_files import Whole
 from trainer_agent.agent.checkpoints import CheckpointKeeper
-from trainer_agent.agent.frames import ChunkLog
 from trainer_agent.agent.plans import check_plan, push_plan
 from trainer_agent.agent.reasons import update_passes
 from trainer_agent.agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import DECIDED, UpdateWatch
+from trainer_agent.agent.ways import ByLink
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
@@ -48,6 +51,10 @@ LOST_RANK_SECONDS = 1.0
 DECIDE_SECONDS = 60.0
 """Beyond the push's limit, once commits went: the coordinator decides by its own limits, if it is there."""
 MAX_REASON_LENGTH = 4096
+LAST_WORDS_SECONDS = 0.2
+"""When a link broke: how long the word of who left it may take."""
+BROKEN = frozenset({"LINK_FAILED", "UPDATE_ABORTED", "REMOTE"})
+"""How the end of a link looks to engines that had no part in it."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +68,10 @@ class PushContext:
     parts: tuple[weight_update_pb2.LayoutPart, ...]
     chunk_bytes: int
     world_size: int
+    avoided: Avoided = field(default_factory=Avoided)
+    """Ways that did not work."""
+    link_host: str = ""
+    """Where engines of other hosts reach the ranks of this one; empty: nothing is broadcast."""
     checkpoints: CheckpointKeeper | None = None
     """Keeps committed versions on disk; None: nobody does."""
 
@@ -77,13 +88,14 @@ class Push:
     first: bool
     """No attempt of this push failed before."""
     send_plan: Callable[[rank_pb2.PushPlan], None]
+    release: Release
+    """Tells a rank that a chunk's memory may be written again."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
     _final: bool = False
     _started: float = 0.0
-    _logs: dict[str, ChunkLog] = field(default_factory=dict)
-    _leaders: dict[str, int] = field(default_factory=dict)
-    _digest: bytes = b""
+    _announced: Announced | None = None
+    _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -98,16 +110,36 @@ class Push:
 
     def take_chunk(self, rank: int, chunk: rank_pb2.SendChunk) -> None:
         """A leader announced a chunk."""
-        self._log_each(rank, chunk.engine_ids, lambda chunks: chunks.add(chunk))
+        self._take(lambda said: said.take_chunk(rank, chunk))
 
     def take_end(self, rank: int, end: rank_pb2.PushEnd) -> None:
-        """A leader announced everything. All leaders agree on the content: it is one version."""
-        if self._digest and end.content_digest != self._digest:
-            ranks = f"rank {rank}: {end.content_digest[:6].hex()}, others: {self._digest[:6].hex()}"
-            self.fail(SlotMismatch(engine_id=", ".join(end.engine_ids), what="the weights' content", ranks=ranks))
-            return
-        self._digest = end.content_digest
-        self._log_each(rank, end.engine_ids, lambda chunks: chunks.finish(end))
+        """A leader announced everything."""
+        self._take(lambda said: said.take_end(rank, end))
+
+    def take_link(self, made: rank_pb2.LinkMade) -> None:
+        """A leader listens for a link's engines."""
+        for stream in self._streams:
+            if stream.engine_id in made.engine_ids and isinstance(stream.way, ByLink):
+                stream.way.made(made)
+
+    def link_failed(self, error: LinkFailed) -> None:
+        """A leader's, or an engine's own word: the end of all bytes of a link of shared fate, else of that engine's."""
+        self._note(error)
+        streams = [s for s in self._streams if s.engine_id in error.engine_id.split(", ")]
+        if streams and all(s.isolated for s in streams):
+            for stream in streams:
+                stream.give_up(error)
+        else:
+            # Whoever left the link first says why on its stream, at the same moment.
+            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
+
+    def _take(self, act: Callable[[Announced], None]) -> None:
+        """What comes without a plan belongs to no push."""
+        try:
+            if self._announced is not None:
+                act(self._announced)
+        except WeightplaneError as error:
+            self.fail(error)
 
     async def run(self) -> rank_pb2.PushResult:
         """The whole attempt. What went wrong is in the result, not raised."""
@@ -131,6 +163,7 @@ class Push:
             layout_digest=self.context.layout.digest,
             byte_count=self.context.layout.byte_count,
             ready_limit=seconds_to_proto(self.limit_seconds),
+            avoid=self.context.avoided.entries(),
         )
         deadline = self._started + self.limit_seconds
         begin = asyncio.create_task(begin_update(self.context.stubs.fleet, request, deadline, first=self.first))
@@ -143,13 +176,19 @@ class Push:
         raise self.error
 
     async def _carry(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushResult:
+        self._begun = begun
+        self.context.avoided.lives(a.engine for a in begun.plan.assignments)
         watch = UpdateWatch(self.context.stubs.fleet, self.context.run_id, begun)
         watching = asyncio.create_task(watch.run())
         try:
             check_plan(begun.plan, self.context.world_size)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
-            self._open_streams(begun, watch)
-            self.send_plan(push_plan(begun, self.context.chunk_bytes))
+            plan = push_plan(
+                begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self.context.checkpoints is not None
+            )
+            self._announced = Announced(plan, self.release)
+            self._open_streams(begun, watch, self._announced)
+            self.send_plan(plan)
             await self._until_decided(watch)
         except WeightplaneError as error:
             self.fail(error)
@@ -165,9 +204,9 @@ class Push:
 
     async def _keep_checkpoint(self, state: fleet_pb2.UpdateState) -> bool:
         """After a commit, while the ranks still wait: whether the segments are certainly not read for it any more."""
-        keeper = self.context.checkpoints
-        chunks = next((log.whole for log in self._logs.values() if log.whole is not None), None)
-        if keeper is None or chunks is None or not keeper.due():
+        keeper, said = self.context.checkpoints, self._announced
+        chunks = None if said is None else said.whole
+        if keeper is None or said is None or chunks is None or not keeper.due():
             return True
         whole = Whole(
             run_id=self.context.run_id,
@@ -175,7 +214,7 @@ class Push:
             state=state,
             term=self.term,
             layout=self.context.layout,
-            content_digest=self._digest,
+            content_digest=said.digest,
             chunks=chunks,
         )
         try:
@@ -188,15 +227,29 @@ class Push:
             log.exception("checkpoint_broke", step=self.step)
             return False
 
-    def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch) -> None:
+    def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch, said: Announced) -> None:
         cargo = self._cargo(begun)
         for assignment in begun.plan.assignments:
-            engine_id = assignment.engine.engine_id
-            self._logs[engine_id] = ChunkLog()
-            self._leaders[engine_id] = assignment.leader
             stub = self.context.stubs.engine(assignment.endpoint)
-            self._streams.append(EngineStream(stub, cargo, assignment, self._logs[engine_id], watch))
-        self._tasks += [asyncio.create_task(s.run()) for s in self._streams]
+            chunks = said.logs[assignment.engine.engine_id]
+            self._streams.append(EngineStream(stub, cargo, assignment, chunks, watch))
+        self._tasks += [asyncio.create_task(self._run(s)) for s in self._streams]
+
+    async def _run(self, stream: EngineStream) -> StreamEnd:
+        """Run a stream; where its failure is everybody's, say so at once instead of waiting for who will not come."""
+        end = await stream.run()
+        if isinstance(end.error, (LinkFailed, IpcNotPossible)):
+            self._note(end.error)
+        elif end.error is not None and stream.fails_others:
+            lost = LinkFailed(stream.engine_id, "broadcast", "join", f"its stream ended with {end.error}")
+            self._note(lost)
+            self.fail(end.error if isinstance(end.error, StaleTerm) else lost)
+        if isinstance(end.error, LinkFailed) and stream.fails_others:
+            self.fail(end.error)
+        return end
+
+    def _note(self, error: LinkFailed | IpcNotPossible) -> None:
+        self.context.avoided.note(error, self._begun.update_id, self._begun.plan.assignments)
 
     def _cargo(self, begun: fleet_pb2.BeginUpdateResponse) -> Cargo:
         layout = self.context.layout
@@ -240,6 +293,7 @@ class Push:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""
         stuck_since: float | None = None
         while self.error is None:
+            self._drop_lost(watch)
             fence = next((s.error for s in self._streams if isinstance(s.error, StaleTerm)), None)
             if fence is not None:
                 return fence
@@ -249,6 +303,13 @@ class Push:
                 return outcome.update_failed(watch.state, f"{refused.engine_id}: {refused.error}", self._errors())
             await _within(POLL_SECONDS, self._failed.wait())
         return self.error
+
+    def _drop_lost(self, watch: UpdateWatch) -> None:
+        """Of a leader that keeps two chunks all engines wait for the slowest; not for one that will not answer."""
+        lost = outcome.lost_engines(watch.state)
+        for stream in self._streams:
+            if stream.engine_id in lost and stream.holds_others_up:
+                stream.abort("the coordinator lost it")
 
     def _refused(self) -> EngineStream | None:
         """A required engine that ended its stream, where no other stream moves: ready, or ended too."""
@@ -287,26 +348,20 @@ class Push:
         released = all(e is not None and e.memory_free for e in ends)
         result = outcome.decided(state, released=released)
         if result is not None:
+            self.context.avoided.worked(self._begun.plan.assignments)
             return result
         error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
-        result = outcome.failed(error, state, released=released)
-        reported = {e.error_reason for e in state.engines if e.required}
+        reported = {e.error_reason for e in state.engines if e.required and e.error_reason}
         told = {s.error.reason for s in self._streams if s.required and s.error is not None}
+        if isinstance(error, LinkFailed) and not reported | told <= BROKEN:
+            # An engine says why it left the link.
+            error = outcome.update_failed(state, str(error), self._errors())
+        result = outcome.failed(error, state, released=released)
         result.retry = not self._final and update_passes(error, reported | told)
         return result
 
     def _errors(self) -> dict[str, WeightplaneError]:
         return {s.engine_id: s.error for s in self._streams if s.error is not None}
-
-    def _log_each(self, rank: int, engine_ids: Sequence[str], act: Callable[[ChunkLog], None]) -> None:
-        try:
-            for engine_id in engine_ids:
-                if self._leaders.get(engine_id) != rank:
-                    what = f"chunks for {engine_id} from rank {rank}"
-                    raise SlotMismatch(engine_id=engine_id, what="who leads", ranks=what)
-                act(self._logs[engine_id])
-        except WeightplaneError as error:
-            self.fail(error)
 
     def _abort_request(self, update_id: str, error: WeightplaneError) -> fleet_pb2.AbortUpdateRequest:
         return fleet_pb2.AbortUpdateRequest(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from controlplane.core.errors import PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
 from trainer_agent.agent.outcome import failed
 from trainer_agent.agent.plans import for_rank
 from trainer_agent.agent.push import Push, PushContext
@@ -63,6 +63,8 @@ class Pusher:
             self._push.take_chunk(rank.rank, request.send_chunk)
         elif self._push is not None and request.HasField("push_end"):
             self._push.take_end(rank.rank, request.push_end)
+        elif self._push is not None and request.HasField("link_made"):
+            self._push.take_link(request.link_made)
 
     def fail(self, error: WeightplaneError) -> None:
         """The push, or the waiting for one, is over for everybody."""
@@ -122,6 +124,7 @@ class Pusher:
             limit_seconds=limit,
             first=self._failures == 0,
             send_plan=self._send_plan,
+            release=self._release,
         )
         if len(set(steps.values())) > 1:
             push.fail(SlotMismatch(engine_id="every engine", what="the step", ranks=str(steps)))
@@ -133,6 +136,11 @@ class Pusher:
         for rank, connection in self._ranks.members.items():
             part = for_rank(plan, rank, self._begun[rank].sequence)
             connection.send(rank_pb2.RankResponse(push_plan=part))
+
+    def _release(self, rank: int, chunk: int) -> None:
+        if rank in self._ranks.members:
+            message = rank_pb2.ChunkReleased(index=chunk, sequence=self._begun[rank].sequence)
+            self._ranks.members[rank].send(rank_pb2.RankResponse(chunk_released=message))
 
     def _answer(self, result: rank_pb2.PushResult) -> None:
         for rank, begin in self._begun.items():
@@ -147,7 +155,9 @@ class Pusher:
         error = typed_error(what.error_reason, what.error_metadata, what.cause)
         if not what.error_reason:
             error = PeerLost(peer=f"rank {rank}", cause=what.cause)
-        if self._push is not None:
+        if self._push is not None and isinstance(error, LinkFailed):
+            self._push.link_failed(error)
+        elif self._push is not None:
             self._push.fail(error, final=not what.error_reason)
         else:
             self.fail(error)

@@ -11,7 +11,7 @@ import uuid
 from controlplane.core.errors import FrameInvalid, LayoutInvalid, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import layout_from_parts
-from trainer_agent.agent.load import TRANSPORTS, load_of
+from trainer_agent.agent.load import load_of, sends
 from trainer_agent.agent.ranks import RankConnection
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
@@ -105,7 +105,7 @@ class RankSet:
         step, phase = min(self._progress.values(), default=(0, ""))
         return fleet_pb2.TrainerStatus(term=self.term, step=step, phase=phase[:64], progress=self.progress)
 
-    def hello(self, run_id: str, trainer_id: str, chunk_bytes: int) -> fleet_pb2.TrainerHello:
+    def hello(self, run_id: str, trainer_id: str, chunk_bytes: int, link_host: str = "") -> fleet_pb2.TrainerHello:
         """Who this complete set is, and what it will send."""
         assert self.layout is not None, "asked of a complete set"
         hello = fleet_pb2.TrainerHello(
@@ -113,7 +113,7 @@ class RankSet:
             model=self.model,
             trainer_id=trainer_id,
             incarnation=self.incarnation,
-            transports=TRANSPORTS,
+            transports=sends(link_host),
             load=load_of(self.layout, chunk_bytes),
         )
         for rank, connection in sorted(self.members.items()):

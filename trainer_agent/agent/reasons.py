@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from controlplane.core.errors import DeadlineExceeded, PeerLost, StaleTerm, UpdateFailed, WeightplaneError
+from controlplane.core.errors import DeadlineExceeded, LinkFailed, PeerLost, StaleTerm, UpdateFailed, WeightplaneError
 from controlplane.rpc.errors import RemoteError
 
 TRANSIENT_CODES = frozenset({"UNAVAILABLE", "CANCELLED"})
@@ -61,6 +61,9 @@ PASSING = frozenset(
         "ENGINE_POISONED",
         "REQUEST_REPEATED",
         "REQUEST_CONFLICT",
+        # It goes another way.
+        "LINK_FAILED",
+        "IPC_NOT_POSSIBLE",
         # It finds another moment.
         "UPDATE_IN_PROGRESS",
         "UPDATE_ABORTED",
@@ -126,7 +129,7 @@ def update_passes(error: WeightplaneError, reasons: Iterable[str]) -> bool:
     """Whether a new update can succeed where this one ended with `error`; `reasons` are the required engines' own."""
     if isinstance(error, DeadlineExceeded):
         return error.phase == "gather_group"
-    if not isinstance(error, (UpdateFailed, PeerLost)):
+    if not isinstance(error, (UpdateFailed, PeerLost, LinkFailed)):
         return False
     return not PERMANENT.intersection(reasons)
 

@@ -46,6 +46,10 @@ class TrainerSettings:
     """Take the lease over whoever holds it; the holder is fenced."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Largest range of a segment that is announced at once."""
+    link_host: str = ""
+    """Address of this host at which engines reach its ranks, for broadcasts to engines on other hosts: each rank that
+    sends listens there, on ports that the system chooses. Who reaches it can join in: for networks that are trusted.
+    Empty: no broadcasts."""
     checkpoint_root: Path | None = None
     """Directory that the engines' nodes see too: committed versions are kept there, so that the coordinator can bring
     engines up to date and roll back. It is made if it is missing. None: no checkpoints."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -26,11 +25,11 @@ from controlplane.core.errors import (
     WeightplaneError,
 )
 from controlplane.rpc.errors import RemoteError, from_rpc_error
-from trainer_agent.agent.frames import ChunkLog, Frame, SegmentReader, by_reference, inline
+from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.reasons import TRANSIENT_CODES
 from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 from trainer_agent.agent.watch import UpdateWatch
-from weightplane.local.v1 import rank_pb2
+from trainer_agent.agent.ways import Way, make_way
 from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -85,6 +84,7 @@ class EngineStream:
         self.required = assignment.required
         self.ready = False
         """All bytes are in and checked there."""
+        self._received = False
         self.error: WeightplaneError | None = None
         """Why the latest attempt ended; what an abort of ours does to it is no news."""
         self._stub = stub
@@ -92,12 +92,13 @@ class EngineStream:
         self._assignment = assignment
         self._chunks = chunks
         self._watch = watch
-        self._inline = assignment.transport == weight_update_pb2.TRANSPORT_INLINE
-        self._reader = SegmentReader()
+        self.way: Way = make_way(assignment, chunks)
         self._sent = 0
         self._abort = asyncio.Event()
         self._abort_reason = ""
         self._commit_sent = False
+        self.accepted = False
+        """Some attempt was; from then on another one needs the chunks from the first on."""
         self._opened = False
         """In this attempt the open frame went out: only then can it be given up by a word."""
         self._handed = False
@@ -109,6 +110,28 @@ class EngineStream:
         """Give up before the commit frame; after it the agent owns the install, and only the waiting ends."""
         self._abort_reason = self._abort_reason or reason
         self._abort.set()
+
+    def give_up(self, error: WeightplaneError) -> None:
+        """Its bytes will not come any more."""
+        self.error = self.error or error
+        self.abort(str(error))
+
+    @property
+    def isolated(self) -> bool:
+        """Its bytes come over a link of its own."""
+        broadcast = self._assignment.transport == weight_update_pb2.TRANSPORT_BROADCAST
+        return broadcast and self._assignment.fate != weight_update_pb2.LINK_FATE_SHARED
+
+    @property
+    def fails_others(self) -> bool:
+        """If it ends now, and not by our word, the other engines of its link get no bytes either."""
+        broadcast = self._assignment.transport == weight_update_pb2.TRANSPORT_BROADCAST
+        return broadcast and not (self.isolated or self._received or self._abort.is_set())
+
+    @property
+    def holds_others_up(self) -> bool:
+        """Its leader keeps two chunks only, and goes on when all engines have had them."""
+        return self._chunks.ring
 
     async def run(self) -> StreamEnd:
         """Until `applied`, or an error that no further attempt can help. Never raises what the engine says."""
@@ -128,10 +151,16 @@ class EngineStream:
                 await self._pause(pause)
                 pause = min(pause * 2, MAX_BACKOFF_SECONDS)
         finally:
-            self._reader.close()
+            self._chunks.mark_over()
+            self.way.close()
 
     def _again(self, error: WeightplaneError) -> bool:
-        """Bytes wait in the log, so an attempt costs little; the decision or the push's deadline ends them."""
+        """Bytes wait in the log, so an attempt costs little; the decision or the push's deadline ends them.
+
+        Where the leader keeps two chunks only, all engines wait for the slowest: one that nobody needs is left behind.
+        """
+        if (self.accepted and not self.way.again) or (self._chunks.ring and not self.required):
+            return False
         if isinstance(error, RemoteError):
             return error.code in TRANSIENT_CODES
         if self._commit_sent or self._watch.decided:
@@ -139,7 +168,7 @@ class EngineStream:
         return isinstance(error, (NotWelcomed, UpdateInProgress, UpdateAborted, DeadlineExceeded))
 
     def _memory_free(self) -> bool:
-        return self._inline or not (self._commit_sent or self._untold)
+        return not self.way.hands_out or not (self._commit_sent or self._untold)
 
     async def _pause(self, seconds: float) -> None:
         with suppress(TimeoutError):
@@ -187,9 +216,10 @@ class EngineStream:
 
     async def _work(self, call: Call, frames: Frames) -> None:
         failpoints.hit("trainer.before_open")
-        await call.write(Request(open=self._open()))
+        await call.write(Request(open=await self._open()))
         self._opened = True
         accepted = await _accepted(frames)
+        self.accepted = True
         failpoints.hit("trainer.after_open")
         if not accepted.attached:
             self._untold = False  # one attempt at a time: the agent let go of what earlier ones handed it
@@ -197,7 +227,7 @@ class EngineStream:
                 await self._send_layout(call)
             await self._send_chunks(call)
             await _expect(frames, "ready")
-            self.ready = True
+            self.ready = self._received = True
             await self._watch.go()
             failpoints.hit("trainer.before_commit")
             self._commit_sent = True
@@ -206,11 +236,12 @@ class EngineStream:
         self._commit_sent = True
         await _expect(frames, "applied")
 
-    def _open(self) -> weight_update_pb2.UpdateOpen:
+    async def _open(self) -> weight_update_pb2.UpdateOpen:
         frame = weight_update_pb2.UpdateOpen()
         frame.CopyFrom(self._cargo.open)
         frame.engine.CopyFrom(self._assignment.engine)
         frame.transport = self._assignment.transport
+        await self.way.prepare(frame)
         return frame
 
     async def _send_layout(self, call: Call) -> None:
@@ -225,18 +256,16 @@ class EngineStream:
         self._sent = 0
         index = 0
         while (chunk := await self._chunks.chunk(index)) is not None:
-            for records, buffers in self._cut(chunk):
+            for records, buffers in self.way.cut(chunk):
                 frame = weight_update_pb2.Chunk(
                     version=self._cargo.open.version, index=self._sent, records=records, buffers=buffers
                 )
-                self._handed = not self._inline
+                self._handed = self.way.hands_out
                 await call.write(Request(chunk=frame))
                 self._sent += 1
                 failpoints.hit("trainer.between_chunks", self._sent)
+            self._chunks.mark_read(index)
             index += 1
-
-    def _cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
-        return inline(chunk, self._reader) if self._inline else by_reference(chunk)
 
     def _commit(self) -> weight_update_pb2.Commit:
         end = self._chunks.end

@@ -1,8 +1,9 @@
-"""Turns a weight source into chunks of a shared-memory segment, each tensor checked before its bytes are written.
+"""Turns a weight source into chunks in memory, each tensor checked before its bytes are written.
 
 Promises: what the source states once (`metadata()`) is what each iteration yields, name by name, dtype by
 dtype, shape by shape; a source that deviates is refused before the deviating tensor is written, and a push that is
-given up never commits (INV-3). Every tensor's XXH3_64 rides on the record that completes it.
+given up never commits (INV-3). Every tensor's XXH3_64 rides on the record that completes it. Beyond the memory that it
+is given it needs none: a tensor that goes over chunks is copied and summed piece by piece.
 
 Refuses names that stand twice and dtypes that have no safetensors name, before anything is sent.
 """
@@ -17,7 +18,8 @@ import xxhash
 
 from controlplane.core.errors import LayoutInvalid
 from controlplane.core.layout import DType, Layout, TensorSpec, Tie, content_digest
-from trainer_agent.chunking import SegmentPlan
+from trainer_agent.chunking import ChunkRange, Piece, SegmentPlan
+from trainer_agent.rank.memory import ExportMemory
 from trainer_agent.source import WeightSource
 from weightplane.v1 import weight_update_pb2 as pb
 
@@ -41,7 +43,7 @@ _TORCH = {d: t for t, d in DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class ExportedChunk:
-    """A chunk whose bytes lie in the segment, at [start, start + byte_count)."""
+    """A chunk whose bytes lie in the memory, at [start, start + byte_count)."""
 
     index: int
     start: int
@@ -66,13 +68,14 @@ def layout_of(source: WeightSource) -> Layout:
 
 
 class Exporter:
-    """One iteration over a source, written into one segment."""
+    """One iteration over a source, written into one memory."""
 
-    def __init__(self, layout: Layout, plan: SegmentPlan, memory: memoryview) -> None:
+    def __init__(self, layout: Layout, plan: SegmentPlan, memory: ExportMemory) -> None:
         self._layout = layout
         self._plan = plan
         self._memory = memory
         self._checksums: list[bytes] = []
+        self._hash = xxhash.xxh3_64()
 
     @property
     def byte_count(self) -> int:
@@ -87,18 +90,29 @@ class Exporter:
     def chunks(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[ExportedChunk]:
         """Write each tensor as it is yielded, and yield each chunk as soon as all of its bytes lie there.
 
+        The chunk's room may be written again once the next but one was asked for: whoever reads longer makes the
+        memory wait.
+
         Raises:
             LayoutInvalid: the source yields something else than it stated; the tensor is not written.
         """
-        target = torch.frombuffer(self._memory, dtype=torch.uint8)
-        cut = 0
+        named = self._checked(tensors)
+        index, tensor = -1, torch.empty(0)
+        for number, chunk in enumerate(self._plan.chunks):
+            start = self._memory.place(number)
+            for piece in chunk.pieces:
+                while index < piece.tensor:
+                    index, tensor = next(named)
+                self._write(piece, tensor, start + piece.segment_offset - chunk.start)
+            yield self._chunk(number, chunk, start)
+        next(named, None)  # one tensor more is refused, one less was
+
+    def _checked(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[int, torch.Tensor]]:
+        index = -1
         for index, (name, tensor) in enumerate(tensors):
             self._check(index, name, tensor)
-            self._write(index, tensor, target)
-            while cut < len(self._plan.chunks) and self._plan.chunks[cut].last_tensor <= index:
-                yield self._chunk(cut)
-                cut += 1
-        missing = [t.name for t in self._layout.tensors[len(self._checksums) :]]
+            yield index, tensor.detach()
+        missing = [t.name for t in self._layout.tensors[index + 1 :]]
         if missing:
             raise LayoutInvalid(problem="the source ended without tensors that metadata() states", names=missing)
 
@@ -122,16 +136,17 @@ class Exporter:
             return f"the source leaves out {self._layout.tensors[index].name}, or yields in another order; it yields"
         return "the source yields a tensor that metadata() does not state"
 
-    def _write(self, index: int, tensor: torch.Tensor, target: torch.Tensor) -> None:
-        spec, offset = self._layout.tensors[index], self._plan.offsets[index]
-        size = spec.byte_count
-        if size:
-            place = target[offset : offset + size].view(_TORCH[spec.dtype]).view(spec.shape)
-            place.copy_(tensor.detach())
-        self._checksums.append(bytes(xxhash.xxh3_64(self._memory[offset : offset + size]).digest()))
+    def _write(self, piece: Piece, tensor: torch.Tensor, start: int) -> None:
+        spec, end = self._layout.tensors[piece.tensor], start + piece.byte_count
+        if piece.byte_count:
+            target = torch.frombuffer(self._memory.memory[start:end], dtype=torch.uint8).view(_TORCH[spec.dtype])
+            copy_elements(tensor, piece.tensor_offset // spec.dtype.item_bytes, target)
+            self._hash.update(self._memory.memory[start:end])
+        if piece.last:
+            self._checksums.append(bytes(self._hash.digest()))
+            self._hash.reset()
 
-    def _chunk(self, index: int) -> ExportedChunk:
-        chunk = self._plan.chunks[index]
+    def _chunk(self, number: int, chunk: ChunkRange, start: int) -> ExportedChunk:
         records = tuple(
             pb.TensorRecord(
                 tensor=p.tensor,
@@ -142,4 +157,29 @@ class Exporter:
             )
             for p in chunk.pieces
         )
-        return ExportedChunk(index, chunk.start, chunk.end - chunk.start, records)
+        return ExportedChunk(number, start, chunk.end - chunk.start, records)
+
+
+def copy_elements(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
+    """Copy `target.numel()` elements from number `first` on, in logical order, without a copy of the whole tensor."""
+    count = target.numel()
+    if count == tensor.numel():
+        target.view(tensor.shape).copy_(tensor)
+    elif tensor.is_contiguous() or tensor.dim() == 1:
+        target.copy_(tensor.reshape(-1)[first : first + count])
+    else:
+        _copy_rows(tensor, first, target)
+
+
+def _copy_rows(tensor: torch.Tensor, first: int, target: torch.Tensor) -> None:
+    """The end of one row, whole rows, the beginning of another: each where there is any."""
+    row, done, count = tensor[0].numel(), 0, target.numel()
+    while done < count:
+        number, inside = divmod(first + done, row)
+        rows = (count - done) // row
+        if inside == 0 and rows:
+            size, source, start = rows * row, tensor[number : number + rows], 0
+        else:
+            size, source, start = min(row - inside, count - done), tensor[number], inside
+        copy_elements(source, start, target[done : done + size])
+        done += size

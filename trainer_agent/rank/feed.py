@@ -1,106 +1,102 @@
-"""One push on one rank: export the weights, merge handles over the slot, announce each chunk to the agent.
+"""One push on one rank: export the weights chunk by chunk, and let each part's sender bring them on their way.
 
-Promises: a chunk is announced only after every rank of its slot has written it; the end of the push is noticed
-between any two chunks and in every wait. Refuses to announce what it does not lead.
+Promises: every rank iterates to the end, whatever its part; the end of the push is noticed between any two chunks and
+in every wait; memory is a ring of two chunks unless somebody reads whole versions. Refuses plans with a way that these
+ranks do not know.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from controlplane import failpoints
-from controlplane.core.errors import WeightplaneError
+from controlplane.core.errors import SlotMismatch, WeightplaneError
 from controlplane.core.layout import Layout
-from controlplane.devices import host_id
-from trainer_agent.chunking import plan_segment
-from trainer_agent.rank.exporter import ExportedChunk, Exporter
+from trainer_agent import parts as ways
+from trainer_agent.chunking import SegmentPlan, plan_segment
+from trainer_agent.parts import Part, keeps_whole, parts_of
+from trainer_agent.rank.exporter import Exporter
 from trainer_agent.rank.gather import GatherGroups
+from trainer_agent.rank.inbox import Inbox
 from trainer_agent.rank.link import Patience, RankLink
+from trainer_agent.rank.links import Links
+from trainer_agent.rank.memory import ExportMemory, RingMemory, WholeMemory, ring_bytes
+from trainer_agent.rank.senders import Announcer, BroadcastSender, Content, CopySender, HandleSender, Sender
 from trainer_agent.segments import Segment, SegmentPool
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import layout_pb2
+from weightplane.v1 import weight_update_pb2
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
-class PushEnded(Exception):
-    """The agent ended the push while this rank still worked on it."""
+@dataclass
+class Held:
+    """What a rank keeps from push to push."""
 
-    def __init__(self, result: rank_pb2.PushResult) -> None:
-        super().__init__(result.error_message)
-        self.result = result
+    segments: SegmentPool
+    groups: GatherGroups
+    links: Links = field(default_factory=Links)
 
+    def settle(self, *, released: bool, failed: bool) -> None:
+        """A push is over. `released`: no engine reads the memory any more (INV-12)."""
+        self.segments.settle(released and not self.links.busy)
+        if failed:
+            # An exchange or a broadcast may have been left half done on some member: the next push meets anew.
+            self.groups.close()
+            self.links.close()
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """What this rank does for the engines of one slot."""
-
-    ranks: tuple[int, ...]
-    engine_ids: tuple[str, ...]
-    device_uuid: str
-    """Whose worker reads this rank's buffer; empty where any can: a slot of one rank feeds the whole engine."""
+    def close(self) -> None:
+        """Let go of everything."""
+        self.groups.close()
+        self.links.close()
+        self.segments.close()
 
 
 class Feed:
     """This rank's work in one push."""
 
-    def __init__(
-        self, rank: int, link: RankLink, pool: SegmentPool, groups: GatherGroups, sequence: int, patience: Patience
-    ) -> None:
+    def __init__(self, rank: int, link: RankLink, held: Held, sequence: int, patience: Patience) -> None:
         self._rank = rank
         self._link = link
-        self._pool = pool
-        self._groups = groups
-        self._sequence = sequence
+        self._held = held
         self._patience = patience
+        self._inbox = Inbox(link, sequence, patience)
+        self._senders: list[Sender] = []
 
     def run(self, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors) -> None:
-        """Export everything and announce it. A rank without a part only takes part in the iteration.
+        """Export everything and bring it on its way. A rank without a part only takes part in the iteration.
 
         Raises:
-            PushEnded: it was over before. LayoutInvalid, LimitExceeded, SlotMismatch, PeerLost, DeadlineExceeded.
+            PushEnded: it was over before. LayoutInvalid, LimitExceeded, SlotMismatch, PeerLost, LinkFailed,
+            DeadlineExceeded.
         """
-        self._groups.prepare(plan, self.check)
-        parts = _parts(plan, self._rank)
+        self._held.groups.prepare(plan, self._inbox.check)
+        parts = parts_of(plan, self._rank)
+        self._held.links.prepare(parts, plan.link_host)
         if not parts:
             drain(tensors)
             return
         layed_out = plan_segment(layout, plan.chunk_bytes)
-        segment = self._pool.acquire(layed_out.byte_count)
-        exporter = Exporter(layout, layed_out, segment.memory)
+        whole = keeps_whole(plan, self._rank)
+        segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
+        self._senders = [self._sender(part, segment) for part in parts]
+        self._held.links.meet(self._inbox.check)
+        exporter = Exporter(layout, layed_out, self._memory(layed_out, segment, whole=whole))
         for chunk in exporter.chunks(tensors):
-            self.check()
-            for part in parts:
-                self._announce(chunk, part, segment)
-            if any(p.ranks[0] == self._rank for p in parts):
+            self._inbox.check()
+            for sender in self._senders:
+                sender.send(chunk)
+            if any(p.leader == self._rank for p in parts):
                 failpoints.hit("rank.between_chunks", chunk.index)
-        self._end(parts, len(layed_out.chunks), exporter)
-
-    def check(self) -> None:
-        """Raises PushEnded if the agent has ended this push."""
-        while (message := self._link.poll()) is not None:
-            if message.WhichOneof("message") == "push_result" and message.push_result.sequence == self._sequence:
-                raise PushEnded(message.push_result)
+        self._finish(Content(len(layed_out.chunks), exporter.byte_count, exporter.content_digest), parts)
 
     def answer(self, kind: str, waited_for: str) -> rank_pb2.RankResponse:
-        """The agent's next message of `kind` for this push; older ones are dropped.
-
-        Raises:
-            PushEnded: it is the result, and something else was asked for. DeadlineExceeded.
-        """
-        while True:
-            message = self._link.receive(self._patience, "push", waited_for)
-            got = message.WhichOneof("message")
-            if got not in ("push_plan", "push_result") or getattr(message, got).sequence != self._sequence:
-                continue
-            if got == kind:
-                return message
-            if got == "push_result":
-                raise PushEnded(message.push_result)
+        """The agent's next message of `kind`; see `Inbox.answer`."""
+        return self._inbox.answer(kind, waited_for)
 
     def end(self) -> rank_pb2.PushResult | None:
         """The agent's answer to this rank's failure; None if it does not come."""
@@ -109,45 +105,31 @@ class Feed:
         except WeightplaneError:
             return None
 
-    def _announce(self, chunk: ExportedChunk, part: _Part, segment: Segment) -> None:
-        place = layout_pb2.SharedMemoryRange(
-            segment=segment.name, host_id=host_id(), offset=chunk.start, byte_count=chunk.byte_count
-        )
-        buffers = [layout_pb2.BufferHandle(device_uuid=part.device_uuid, shared_memory=place)]
-        message = rank_pb2.SendChunk(engine_ids=part.engine_ids, index=chunk.index, records=chunk.records)
-        if len(part.ranks) > 1:
-            content = message.SerializeToString(deterministic=True)
-            merged = self._groups.merge(part.ranks, buffers[0].SerializeToString(), content, self.check)
-            buffers = [layout_pb2.BufferHandle.FromString(m) for m in merged]
-        if part.ranks[0] == self._rank:
-            message.buffers.extend(buffers)
-            self._link.send(rank_pb2.RankRequest(send_chunk=message), self._patience)
+    def _memory(self, plan: SegmentPlan, segment: Segment, *, whole: bool) -> ExportMemory:
+        return WholeMemory(plan, segment.memory) if whole else RingMemory(plan, segment.memory, self._wait_free)
 
-    def _end(self, parts: list[_Part], chunk_count: int, exporter: Exporter) -> None:
-        led = [e for p in parts if p.ranks[0] == self._rank for e in p.engine_ids]
-        if not led:
-            return
-        end = rank_pb2.PushEnd(
-            engine_ids=led,
-            chunk_count=chunk_count,
-            byte_count=exporter.byte_count,
-            content_digest=exporter.content_digest,
-        )
-        self._link.send(rank_pb2.RankRequest(push_end=end), self._patience)
-        failpoints.hit("rank.after_push_end")
+    def _wait_free(self, index: int) -> None:
+        for sender in self._senders:
+            sender.wait_free(index)
+
+    def _sender(self, part: Part, segment: Segment) -> Sender:
+        announcer = Announcer(part, self._link, self._patience)
+        if part.transport == ways.SHARED_MEMORY:
+            return HandleSender(part, self._rank, announcer, segment, self._held.groups, self._inbox)
+        if part.transport == ways.INLINE:
+            return CopySender(part, announcer, segment, self._inbox)
+        if part.transport == ways.BROADCAST:
+            return BroadcastSender(part, announcer, segment, self._held.links, self._inbox)
+        name = weight_update_pb2.Transport.Name(part.transport)
+        raise SlotMismatch(engine_id=part.engine_ids[0], what="the plan", ranks=f"rank {self._rank} cannot send {name}")
+
+    def _finish(self, content: Content, parts: list[Part]) -> None:
+        for sender in self._senders:
+            sender.finish(content)
+        if any(p.leader == self._rank for p in parts):
+            failpoints.hit("rank.after_push_end")
 
 
 def drain(tensors: Tensors) -> None:
     """Iterate to the end: the iteration is a collective, and a rank that stops in it stops the others."""
     deque(tensors, maxlen=0)
-
-
-def _parts(plan: rank_pb2.PushPlan, rank: int) -> list[_Part]:
-    """Engines with the same ranks get the same chunks. In one order on every rank, since merging is a collective."""
-    engines: dict[tuple[int, ...], list[str]] = {}
-    devices: dict[tuple[int, ...], str] = {}
-    for assignment in plan.assignments:
-        ranks = tuple(assignment.ranks)
-        engines.setdefault(ranks, []).append(assignment.engine.engine_id)
-        devices[ranks] = assignment.device_uuids[ranks.index(rank)] if len(ranks) > 1 else ""
-    return [_Part(r, tuple(sorted(engines[r])), devices[r]) for r in sorted(engines)]

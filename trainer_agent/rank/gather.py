@@ -11,9 +11,7 @@ Refuses to merge what differs: names, shapes, order and checksums of a chunk agr
 from __future__ import annotations
 
 import hashlib
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -22,24 +20,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from controlplane import collectives
+from controlplane.collectives import Between, first_line
 from controlplane.core.errors import DeadlineExceeded, PeerLost, SlotMismatch
+from trainer_agent.forks import let_go_in_children
 from weightplane.local.v1 import rank_pb2
 
-OPERATION_SECONDS = 30.0
-"""Longest that gloo itself waits for a peer in one operation: it can be neither interrupted nor resumed. A push that
-fails by it is repeated."""
 JOIN_SECONDS = 60.0
 """Longest wait for the slot's other ranks to come to the rendezvous."""
-POLL_SECONDS = 0.002
 PAYLOAD_BYTES = 2048
 """Bytes that each rank contributes to one exchange: a buffer handle (at most 500 bytes) and a digest fit."""
 _LENGTH_BYTES = 2
 
 _c10d: Any = dist
-"""Stores and gloo's options are public in torch.distributed, but not in its stubs."""
-
-Between = Callable[[], None]
-"""Called while waiting; raises when the push has ended meanwhile."""
+"""Stores are public in torch.distributed, but not in its stubs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +55,11 @@ class GatherGroup:
         """
         self.slot = slot
         self._path = store_path
-        self._pending: Any = None
         store = _c10d.FileStore(str(store_path), -1)
-        store.set_timeout(timedelta(seconds=OPERATION_SECONDS))
+        store.set_timeout(timedelta(seconds=collectives.OPERATION_SECONDS))
         _meet(store, slot, rank, bytes(plan.plan_digest), between)
-        self._group: Any = self._connect(store, rank)
+        self._group = self._connect(store, rank)
+        let_go_in_children(self._group.sockets)
 
     def exchange(self, payload: bytes, between: Between) -> list[bytes]:
         """Give every rank of the slot `payload`, and get theirs, in the order of the slot's ranks.
@@ -76,38 +70,24 @@ class GatherGroup:
         mine = _padded(payload)
         theirs = [torch.empty_like(mine) for _ in self.slot.ranks]
         try:
-            self._pending = self._group.allgather([theirs], [mine])
-            while not self._pending.is_completed():
-                between()
-                time.sleep(POLL_SECONDS)
-            self._pending.wait()
+            collectives.end(self._group.allgather(theirs, mine), between)
         except RuntimeError as error:
-            raise PeerLost(peer=f"a rank of the slot of {self.slot.engine_id}", cause=_first_line(error)) from error
-        self._pending = None
+            raise PeerLost(peer=f"a rank of the slot of {self.slot.engine_id}", cause=first_line(error)) from error
         self._path.unlink(missing_ok=True)
         return [_unpadded(t) for t in theirs]
 
     def destroy(self) -> None:
-        """Close its connections, which also ends what the others wait for. An open operation of ours ends later."""
-        held = [self._group, self._pending]
-        waits = self._pending is not None
-        self._group = self._pending = None
+        """Close its connections, which also ends what the others wait for."""
         self._path.unlink(missing_ok=True)
-        if waits:
-            # gloo's destructor waits for the operation. Not a daemon: one that is cut off in it aborts the process.
-            threading.Thread(target=held.clear, name="weightplane-gather-end", daemon=False).start()
+        self._group.close()
 
-    def _connect(self, store: Any, rank: int) -> Any:
-        options = _c10d.ProcessGroupGloo._Options()
-        options._timeout = timedelta(seconds=OPERATION_SECONDS)
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._threads = 1
+    def _connect(self, store: Any, rank: int) -> collectives.Group:
         ranks = self.slot.ranks
         try:
-            prefixed = _c10d.PrefixStore("gather", store)
-            return _c10d.ProcessGroupGloo(prefixed, ranks.index(rank), len(ranks), options)
+            keys = collectives.prefixed("gather", store)
+            return collectives.Group(keys, ranks.index(rank), len(ranks), host="127.0.0.1")
         except RuntimeError as error:
-            raise PeerLost(peer=f"a rank of the slot of {self.slot.engine_id}", cause=_first_line(error)) from error
+            raise PeerLost(peer=f"a rank of the slot of {self.slot.engine_id}", cause=first_line(error)) from error
 
 
 class GatherGroups:
@@ -163,14 +143,10 @@ def shared_slots(plan: rank_pb2.PushPlan) -> list[SlotKey]:
 def _meet(store: Any, slot: SlotKey, rank: int, digest: bytes, between: Between) -> None:
     store.set(f"plan/{rank}", digest.hex())
     keys = [f"plan/{r}" for r in slot.ranks]
-    deadline = time.monotonic() + JOIN_SECONDS
-    while not store.check(keys):
-        between()
-        if time.monotonic() > deadline:
-            raise DeadlineExceeded(
-                phase="gather_group", waited_for=f"the slot of {slot.engine_id}", waited_seconds=JOIN_SECONDS
-            )
-        time.sleep(POLL_SECONDS)
+    if collectives.wait_for_keys(store, keys, JOIN_SECONDS, between):
+        raise DeadlineExceeded(
+            phase="gather_group", waited_for=f"the slot of {slot.engine_id}", waited_seconds=JOIN_SECONDS
+        )
     digests = [store.get(k) for k in keys]
     if len(set(digests)) > 1:
         raise _disagreement(slot, "the plan", digests)
@@ -198,7 +174,3 @@ def _unpadded(tensor: torch.Tensor) -> bytes:
     whole = bytes(tensor.numpy())
     length = int.from_bytes(whole[:_LENGTH_BYTES], "big")
     return whole[_LENGTH_BYTES : _LENGTH_BYTES + length]
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]

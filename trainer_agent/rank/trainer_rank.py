@@ -23,7 +23,7 @@ from types import TracebackType
 
 import structlog
 
-from controlplane.core.errors import PeerLost, StaleTerm, WeightplaneError, WrongRun
+from controlplane.core.errors import LinkFailed, PeerLost, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
@@ -32,8 +32,9 @@ from controlplane.rpc.codec import layout_to_parts
 from trainer_agent import wire
 from trainer_agent.rank.devices import current_device
 from trainer_agent.rank.exporter import layout_of
-from trainer_agent.rank.feed import Feed, PushEnded, drain
+from trainer_agent.rank.feed import Feed, Held, drain
 from trainer_agent.rank.gather import GatherGroups
+from trainer_agent.rank.inbox import PushEnded
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.report import PushReport, report_of
 from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
@@ -64,8 +65,7 @@ class TrainerRank:
         self._place = place
         self._layout = layout
         self._source = source
-        self._groups = groups
-        self._segments = SegmentPool("", place.rank)
+        self._held = Held(SegmentPool("", place.rank), groups)
         self._push_seconds = PUSH_SECONDS
         self._sidecar: Sidecar | None = None
         self._sequence = 0
@@ -112,7 +112,7 @@ class TrainerRank:
         except BaseException:
             rank.close()
             raise
-        rank._segments = SegmentPool(rank.run_id, place.rank)
+        rank._held.segments = SegmentPool(rank.run_id, place.rank)
         return rank
 
     def push(self, step: int) -> PushReport:
@@ -160,8 +160,7 @@ class TrainerRank:
         atexit.unregister(self.close)
         with suppress(WeightplaneError):
             self._link.send(rank_pb2.RankRequest(leave=rank_pb2.Leave()), Patience(SEND_SECONDS))
-        self._groups.close()
-        self._segments.close()
+        self._held.close()
         self._link.close()
         if self._sidecar is not None:
             self._sidecar.stop()
@@ -190,7 +189,7 @@ class TrainerRank:
 
     def _attempt(self, step: int, patience: Patience) -> rank_pb2.PushResult:
         self._sequence += 1
-        feed = Feed(self._place.rank, self._link, self._segments, self._groups, self._sequence, patience)
+        feed = Feed(self._place.rank, self._link, self._held, self._sequence, patience)
         limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
         begin = rank_pb2.PushBegin(step=step, timeout_seconds=limit, sequence=self._sequence)
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
@@ -201,9 +200,9 @@ class TrainerRank:
         except PushEnded as ended:
             result = ended.result
         except BaseException:
-            self._settle(released=False, failed=True)
+            self._held.settle(released=False, failed=True)
             raise
-        self._settle(released=result.memory_released, failed=bool(result.error_reason))
+        self._held.settle(released=result.memory_released, failed=bool(result.error_reason))
         return result
 
     def _carry_out(self, feed: Feed, plan: rank_pb2.PushPlan, patience: Patience) -> None:
@@ -220,7 +219,8 @@ class TrainerRank:
             result = feed.end()
             if isinstance(error, WeightplaneError) and (result is None or _whole(result)):
                 drain(tensors)
-            if result is not None and result.retry:
+            if result is not None and (result.retry or isinstance(error, LinkFailed)):
+                # Of a link the agent knows both ends, and whether the fleet committed without it.
                 raise PushEnded(result) from error
             raise
 
@@ -231,12 +231,6 @@ class TrainerRank:
             failed.error_metadata.update(error.metadata())
         with suppress(WeightplaneError):
             self._link.send(rank_pb2.RankRequest(push_failed=failed), patience)
-
-    def _settle(self, *, released: bool, failed: bool) -> None:
-        self._segments.settle(released)
-        if failed:
-            # An exchange may have been left half done on some rank: the next push meets anew.
-            self._groups.close()
 
     def _progress(self, step: int, phase: str) -> None:
         self._step, self._phase = step, phase

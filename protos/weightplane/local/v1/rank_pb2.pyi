@@ -412,7 +412,7 @@ Global___DeltaChosen: _TypeAlias = DeltaChosen  # noqa: Y015
 
 @_typing.final
 class PushFailed(_message.Message):
-    """The rank cannot go on with this push."""
+    """The rank cannot go on with this push; with LINK_FAILED of a link whose fate is per_engine: with that engine."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -630,6 +630,7 @@ class PushPlan(_message.Message):
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
     KEEP_WHOLE_FIELD_NUMBER: _builtins.int
+    LINK_HOST_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update."""
     plan_digest: _builtins.bytes
@@ -642,6 +643,8 @@ class PushPlan(_message.Message):
     """Of the rank's push_begin."""
     keep_whole: _builtins.bool
     """The agent reads the whole version after the commit too: keep all of it, not a ring of chunks."""
+    link_host: _builtins.str
+    """Address of this host at which engines of other hosts reach this rank; for links."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """Its version."""
@@ -666,10 +669,11 @@ class PushPlan(_message.Message):
         chunk_bytes: _builtins.int = ...,
         sequence: _builtins.int = ...,
         keep_whole: _builtins.bool = ...,
+        link_host: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "chunk_bytes", b"chunk_bytes", "keep_whole", b"keep_whole", "plan_digest", b"plan_digest", "plan_revision", b"plan_revision", "sequence", b"sequence", "shared_slots", b"shared_slots", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "chunk_bytes", b"chunk_bytes", "keep_whole", b"keep_whole", "link_host", b"link_host", "plan_digest", b"plan_digest", "plan_revision", b"plan_revision", "sequence", b"sequence", "shared_slots", b"shared_slots", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,83 @@
+"""Staging: a whole version's bytes in memory of the agent's own, for receivers that copy.
+
+It is an unnamed shared-memory file: workers map it through this process's descriptor table, and it vanishes with the
+last process that has it open, however that ends. Tensors lie in the order of the layout, each aligned.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Sequence
+
+import xxhash
+
+from controlplane.core.assembly import Record
+from controlplane.core.errors import ByteCountMismatch, LimitExceeded
+from controlplane.core.layout import Layout
+from engine_agent.engine import Placement, SegmentSpan, StagedWeights
+from engine_agent.receivers.port import require_equal
+
+ALIGNMENT_BYTES = 64
+"""Tensors start at multiples of this, so that views of any dtype can be made of them."""
+
+
+class Staging:
+    """Room for a layout. Not for use by several threads at once; `close` comes when nobody uses it."""
+
+    def __init__(self, layout: Layout) -> None:
+        """Reserves the layout's size at once. Raises LimitExceeded when memory does not suffice."""
+        self._layout = layout
+        self.offsets, self.size = _offsets(layout)
+        self._descriptor = os.memfd_create("weightplane-staging", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(self._descriptor, 0, self.size)
+            self._map = mmap.mmap(self._descriptor, self.size)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise LimitExceeded(what="memory for staged weights, bytes", limit=0, got=self.size) from error
+        self.view = memoryview(self._map)
+
+    @property
+    def closed(self) -> bool:
+        return self._descriptor < 0
+
+    def copy(self, records: Sequence[Record], data: memoryview) -> None:
+        """Bring a chunk's bytes to their places. Raises ByteCountMismatch: it has fewer than its records say."""
+        for r in records:
+            part = data[r.buffer_offset : r.buffer_offset + r.byte_count]
+            if len(part) != r.byte_count:
+                raise ByteCountMismatch(what="the chunk's buffer", expected=r.byte_count, got=len(part))
+            start = self.offsets[r.tensor] + r.tensor_offset
+            self.view[start : start + r.byte_count] = part
+
+    def check(self, tensor: int, expected: bytes) -> None:
+        """Raises ChecksumMismatch (M3)."""
+        start = self.offsets[tensor]
+        got = xxhash.xxh3_64_digest(self.view[start : start + self._layout.tensors[tensor].byte_count])
+        require_equal(self._layout, tensor, expected, got)
+
+    def staged(self, label: str) -> StagedWeights:
+        span = SegmentSpan(f"/proc/{os.getpid()}/fd/{self._descriptor}", 0, self.size)
+        placements = [Placement(0, offset) for offset in self.offsets]
+        return StagedWeights(layout=self._layout, label=label, chunks={"": [span]}, placements=placements)
+
+    def close(self) -> None:
+        """Let go. What still looks into it (an operation of torch's) keeps the memory until it ends. Idempotent."""
+        if self._descriptor < 0:
+            return
+        os.close(self._descriptor)
+        self._descriptor = -1
+        try:
+            self.view.release()
+            self._map.close()
+        except BufferError:
+            pass
+
+
+def _offsets(layout: Layout) -> tuple[list[int], int]:
+    offsets, end = [], 0
+    for tensor in layout.tensors:
+        offsets.append(end)
+        end += -(-tensor.byte_count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return offsets, max(end, 1)

@@ -1,0 +1,303 @@
+"""The contract of the transports: every way from a rank to an engine agent keeps it.
+
+The real sending side (TrainerRank, in a thread; the trainer agent) and the real receiving side (engine agents) meet
+over real gRPC, shared memory and gloo. The engines are in memory: their tokens are a function of each byte installed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from controlplane.core.errors import LinkFailed, UpdateFailed
+from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.memory_engine import MemorySettings
+from engine_agent.receivers.broadcast import BroadcastReceiver
+from engine_agent.receivers.inline import InlineReceiver
+from engine_agent.receivers.shared_memory import SharedMemoryReceiver
+from tests.support.eventually import eventually
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.thread_rank import Source, ThreadRank, tokens_of
+from tests.support.toy_rank import tensors_of
+from tests.support.toy_trainer import SMALL_CHUNK_BYTES, ToyTrainer, fleet_for_toys, toy_trainer
+from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
+from weightplane.local.v1 import rank_pb2
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way, and the settings that lead there."""
+
+    name: str
+    coordinator: dict[str, Any] = field(default_factory=dict)
+    checkpoints: bool = False
+    """The trainer keeps whole versions."""
+
+
+WAYS = [
+    Way("shared_memory", {"transport": "shared_memory"}),
+    Way("inline_ring", {"transport": "inline"}),
+    Way("inline_whole", {"transport": "inline"}, checkpoints=True),
+    Way("broadcast_shared", {"transport": "broadcast", "link_fate": "shared"}),
+    Way("broadcast_per_engine", {"transport": "broadcast", "link_fate": "per_engine"}),
+]
+RINGS = [w for w in WAYS if w.name in ("inline_ring", "broadcast_shared", "broadcast_per_engine")]
+every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.name)
+every_ring = pytest.mark.parametrize("way", RINGS, ids=lambda w: w.name)
+
+
+@dataclass
+class Both:
+    """Both sides, running."""
+
+    fleet: LocalFleet
+    trainer: ToyTrainer
+    rank: ThreadRank
+
+    async def holds(self, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+        """Whether the engine has exactly these bytes."""
+        tokens, _, _ = await self.fleet.generate(engine_id, 4)
+        return tokens == tokens_of(tensors, 4)
+
+
+@asynccontextmanager
+async def both_sides(
+    directory: Path,
+    way: Way,
+    engines: int = 2,
+    tensors: Callable[[int], Mapping[str, torch.Tensor]] = tensors_of,
+    push_timeout: float = 60.0,
+) -> AsyncIterator[Both]:
+    """`engines` in-memory engines that expect what `tensors` gives, and a rank that sends it."""
+    settings = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
+    async with fleet_for_toys(directory, engines=0, **way.coordinator) as fleet:
+        for i in range(engines):
+            fleet._start(f"e{i}", run_engine, engine(fleet, f"e{i}", tensors(0)))
+        await fleet.wait_for_engines(engines)
+        async with toy_trainer(fleet.address, link_host="127.0.0.1", **settings) as trainer:
+            source = Source(tensors)
+            rank = await ThreadRank.join(trainer.directory / "ranks.sock", source, push_timeout)
+            try:
+                yield Both(fleet, trainer, rank)
+            finally:
+                await rank.close()
+
+
+def engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> EngineSettings:
+    dtype = DTYPES[next(iter(tensors.values())).dtype]
+    return EngineSettings(
+        engine_id=engine_id,
+        coordinator=fleet.address,
+        run_id=RUN,
+        state_dir=fleet.directory / "engines",
+        backend="memory",
+        memory=MemorySettings(tensors={n: tuple(t.shape) for n, t in tensors.items()}, dtype=dtype),
+        stream_idle_seconds=10.0,
+    )
+
+
+def nothing_staged(own_segments: int) -> bool:
+    """No receiver of this process holds memory, nor a rank's segment; a rank that lives may have its own open."""
+    targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    staged = [t for t in targets if "weightplane-staging" in t]
+    segments = [t for t in targets if f"weightplane-{RUN}-" in t]
+    assert (staged, segments[own_segments:]) == ([], [])
+    return True
+
+
+def segment_bytes() -> int:
+    """Size of the rank's segments."""
+    return sum(p.stat().st_size for p in Path("/dev/shm").glob(f"weightplane-{RUN}-*"))
+
+
+@every_way
+async def test_three_updates_in_a_row_arrive_bit_for_bit_split_tensors_and_odd_shapes_too(
+    tmp_path: Path, way: Way
+) -> None:
+    async with both_sides(tmp_path, way) as both:
+        for step in (1, 2, 3):
+            report = await both.rank.push(step)
+            assert report.outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+            assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
+
+
+@every_way
+async def test_g8_an_empty_chunk_is_legal(tmp_path: Path, way: Way) -> None:
+    def nothing(step: int) -> dict[str, torch.Tensor]:
+        return {"none": torch.zeros(0, 8), "no rows": torch.zeros(3, 0)}
+
+    async with both_sides(tmp_path, way, tensors=nothing) as both:
+        for step in (1, 2):
+            assert (await both.rank.push(step)).outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+
+
+@every_way
+async def test_tensors_that_are_no_runs_of_memory_arrive_as_their_logical_values(tmp_path: Path, way: Way) -> None:
+    def strided(step: int) -> dict[str, torch.Tensor]:
+        """Larger than a chunk, and cut in the middle of rows."""
+        grid = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700) + step
+        return {"transposed": grid.t(), "every other": grid[::2, 1::2], "flat": grid[0]}
+
+    async with both_sides(tmp_path, way, engines=1, tensors=strided) as both:
+        await both.rank.push(1)
+        assert await both.holds("e0", strided(1))
+
+
+@every_way
+async def test_an_update_given_up_in_the_middle_frees_both_sides_and_the_next_one_arrives(
+    tmp_path: Path, way: Way
+) -> None:
+    async with both_sides(tmp_path, way) as both:
+        await both.rank.push(1)
+        both.rank.source.before = raising_at("head")
+        with pytest.raises(ValueError, match="the source broke"):
+            await both.rank.push(2)
+        await eventually(lambda: nothing_staged(own_segments=1))
+        assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
+        both.rank.source.before = lambda name: None
+        await both.rank.push(3)
+        assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
+
+
+@every_way
+async def test_a_sender_that_dies_in_the_middle_leaves_engines_free_and_with_what_they_had(
+    tmp_path: Path, way: Way
+) -> None:
+    async with both_sides(tmp_path, way) as both:
+        await both.rank.push(1)
+
+        def die(name: str) -> None:
+            if name == "head":
+                both.rank.die()
+                raise Dead
+
+        both.rank.source.before = die
+        with pytest.raises((Dead, ValueError)):  # what is left of it finds its socket closed
+            await both.rank.push(2)
+        await eventually(lambda: nothing_staged(own_segments=0))
+        assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
+
+
+@every_way
+async def test_an_engine_that_goes_in_the_middle_does_not_keep_the_others_from_the_version(
+    tmp_path: Path, way: Way
+) -> None:
+    async with both_sides(tmp_path, way) as both:
+        await both.rank.push(1)
+        loop, gone = asyncio.get_running_loop(), threading.Event()
+
+        async def stop() -> None:
+            await both.fleet.stop("e1")
+            gone.set()
+
+        def wait_for_the_end_of_e1(name: str) -> None:
+            if name == "layer.1" and not gone.is_set():
+                asyncio.run_coroutine_threadsafe(stop(), loop)
+                assert gone.wait(20)
+
+        both.rank.source.before = wait_for_the_end_of_e1
+        report = await both.rank.push(2)
+        assert report.outcomes["e0"] == "APPLIED"
+        assert await both.holds("e0", tensors_of(2))
+
+
+@every_way
+async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
+    tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Readers of the sender's memory come late to each chunk, while the rank exports as fast as it may: every byte's
+    checksum was made at the export and is compared after the reading (G6)."""
+    slow_readers(monkeypatch)
+    async with both_sides(tmp_path, way, push_timeout=20.0) as both:
+        for step in (1, 2):
+            report = await both.rank.push(step)
+            assert report.version.number == step, "no attempt failed"
+            assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
+
+
+@every_way
+async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_stays(
+    tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with both_sides(tmp_path, way, push_timeout=4.0) as both:
+        await both.rank.push(1)
+        with monkeypatch.context() as patch:
+            spoil_exports(patch)
+            with capture_logs() as logs, pytest.raises((UpdateFailed, LinkFailed)):
+                await both.rank.push(2)
+        assert "CHECKSUM_MISMATCH" in [line.get("reason") for line in logs if line["event"] == "call_refused"]
+        assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
+        await both.rank.push(3)
+        assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
+
+
+@every_ring
+async def test_m5_a_sender_that_only_copies_keeps_two_chunks_and_not_the_weights(tmp_path: Path, way: Way) -> None:
+    async with both_sides(tmp_path, way, engines=1) as both:
+        await both.rank.push(1)
+        total = sum(t.nbytes for t in tensors_of(1).values())
+        assert segment_bytes() == 2 * SMALL_CHUNK_BYTES < total
+
+
+# ---- what is done to them ----
+
+
+class Dead(BaseException):
+    """Passes everything in the rank: a dead process handles nothing."""
+
+
+def raising_at(tensor: str) -> Callable[[str], None]:
+    def before(name: str) -> None:
+        if name == tensor:
+            raise ValueError("the source broke")
+
+    return before
+
+
+def slow_readers(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
+    """Whoever reads the sender's memory waits before each chunk: the agent, an engine, a link."""
+    chunk = ChunkLog.chunk
+
+    async def late(self: ChunkLog, index: int) -> rank_pb2.SendChunk | None:
+        found = await chunk(self, index)
+        await asyncio.sleep(seconds)
+        return found
+
+    patch.setattr(ChunkLog, "chunk", late)
+    for receiver in (SharedMemoryReceiver, InlineReceiver, BroadcastReceiver):
+        patch.setattr(receiver, "place", slow(receiver.place, seconds))
+
+
+def slow(place: Callable[..., None], seconds: float) -> Callable[..., None]:
+    def late(*arguments: Any) -> None:
+        time.sleep(seconds)
+        place(*arguments)
+
+    return late
+
+
+def spoil_exports(patch: pytest.MonkeyPatch) -> None:
+    """One byte of the second chunk changes after its checksum was made."""
+    chunk = Exporter._chunk
+
+    def spoiled(self: Exporter, number: int, *more: Any) -> ExportedChunk:
+        made = chunk(self, number, *more)
+        if number == 1:
+            self._memory.memory[made.start] ^= 1
+        return made
+
+    patch.setattr(Exporter, "_chunk", spoiled)

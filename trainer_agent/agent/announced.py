@@ -1,0 +1,58 @@
+"""What the leaders of one push announced: a log for each engine, and what all leaders must agree on.
+
+Promises: an engine's chunks come from its leader alone, in order; all leaders end with one content, for it is one
+version; a leader that keeps two chunks only is told when the first of them has been read by every stream (INV-12).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from controlplane.core.errors import SlotMismatch
+from trainer_agent.agent.chunk_log import ChunkLog, Ring
+from trainer_agent.parts import INLINE, keeps_whole
+from weightplane.local.v1 import rank_pb2
+
+Release = Callable[[int, int], None]
+"""Rank and chunk: its memory may be written again, up to this chunk."""
+
+
+class Announced:
+    """Of one push, from its plan on."""
+
+    def __init__(self, plan: rank_pb2.PushPlan, release: Release) -> None:
+        self.digest = b""
+        """Of the content, once a leader has announced everything."""
+        self._leaders = {a.engine.engine_id: a.leader for a in plan.assignments}
+        self.logs: dict[str, ChunkLog] = {}
+        rings = {r: Ring(partial(release, r)) for r in set(self._leaders.values()) if not keeps_whole(plan, r)}
+        for a in plan.assignments:
+            copied = a.transport == INLINE and a.leader in rings
+            self.logs[a.engine.engine_id] = rings[a.leader].log() if copied else ChunkLog(ring=a.leader in rings)
+
+    @property
+    def whole(self) -> list[rank_pb2.SendChunk] | None:
+        """Every chunk of a leader that announced everything, if there is one."""
+        return next((log.whole for log in self.logs.values() if log.whole is not None), None)
+
+    def take_chunk(self, rank: int, chunk: rank_pb2.SendChunk) -> None:
+        """A leader announced a chunk. Raises SlotMismatch, FrameOutOfOrder, LimitExceeded."""
+        for log in self._logs(rank, chunk.engine_ids):
+            log.add(chunk)
+
+    def take_end(self, rank: int, end: rank_pb2.PushEnd) -> None:
+        """A leader announced everything. Raises SlotMismatch, FrameOutOfOrder."""
+        if self.digest and end.content_digest != self.digest:
+            ranks = f"rank {rank}: {end.content_digest[:6].hex()}, others: {self.digest[:6].hex()}"
+            raise SlotMismatch(engine_id=", ".join(end.engine_ids), what="the weights' content", ranks=ranks)
+        self.digest = end.content_digest
+        for log in self._logs(rank, end.engine_ids):
+            log.finish(end)
+
+    def _logs(self, rank: int, engine_ids: Sequence[str]) -> list[ChunkLog]:
+        for engine_id in engine_ids:
+            if self._leaders.get(engine_id) != rank:
+                what = f"chunks for {engine_id} from rank {rank}"
+                raise SlotMismatch(engine_id=engine_id, what="who leads", ranks=what)
+        return [self.logs[e] for e in engine_ids]

@@ -1,0 +1,100 @@
+"""What leaders announce, kept for the streams: chunk by chunk, in order, and how far each stream has read.
+
+Promises: any number of attempts reads a log from its first chunk on, as long as the leader keeps the bytes; a leader
+that keeps two chunks hears that one may be written again only when every stream that reads its memory has read it
+(INV-12).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from controlplane.core.errors import FrameOutOfOrder, LimitExceeded
+from weightplane.local.v1 import rank_pb2
+
+MAX_CHUNKS = 1_000_000
+"""Chunks of one push; 64 TiB in the default size. They wait here as announced, since a stream may begin anew."""
+
+
+class ChunkLog:
+    """What a leader announced for one engine, from the first chunk on, and how far its stream has read it."""
+
+    def __init__(self, *, ring: bool = False, progress: Callable[[], None] = lambda: None) -> None:
+        """`ring`: the leader keeps two chunks only. `progress` is called when the stream has read on."""
+        self.ring = ring
+        self.read = -1
+        """Chunks up to this one were read to the end; in a ring their bytes may be gone."""
+        self._progress = progress
+        self._chunks: list[rank_pb2.SendChunk] = []
+        self._news = asyncio.Event()
+        self.end: rank_pb2.PushEnd | None = None
+
+    def add(self, chunk: rank_pb2.SendChunk) -> None:
+        """Raises FrameOutOfOrder, LimitExceeded."""
+        if chunk.index != len(self._chunks) or self.end is not None:
+            raise FrameOutOfOrder(expected=f"chunk {len(self._chunks)}", got=f"chunk {chunk.index}")
+        if len(self._chunks) == MAX_CHUNKS:
+            raise LimitExceeded(what="chunks of one push", limit=MAX_CHUNKS, got=MAX_CHUNKS + 1)
+        self._chunks.append(chunk)
+        self._wake()
+
+    def finish(self, end: rank_pb2.PushEnd) -> None:
+        """Raises FrameOutOfOrder: chunks are missing."""
+        if end.chunk_count != len(self._chunks):
+            raise FrameOutOfOrder(expected=f"the end after {len(self._chunks)} chunks", got=f"{end.chunk_count}")
+        self.end = end
+        self._wake()
+
+    @property
+    def whole(self) -> list[rank_pb2.SendChunk] | None:
+        """Every chunk, once the leader announced everything; else None."""
+        return None if self.end is None else self._chunks
+
+    async def chunk(self, index: int) -> rank_pb2.SendChunk | None:
+        """Chunk number `index`, once it is there; None after the last."""
+        while index >= len(self._chunks):
+            if self.end is not None:
+                return None
+            await self._news.wait()
+        return self._chunks[index]
+
+    @property
+    def again(self) -> bool:
+        """Whether a stream may begin anew at chunk 0: its bytes are certainly still there."""
+        return not self.ring or self.read < 0
+
+    def mark_read(self, index: int) -> None:
+        """The stream needs the bytes of chunk `index` no more."""
+        if index > self.read:
+            self.read = index
+            self._progress()
+
+    def mark_over(self) -> None:
+        """The stream will read nothing any more: nobody waits for it."""
+        self.mark_read(MAX_CHUNKS)
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class Ring:
+    """One leader that keeps two chunks: how far the streams that read its memory have read (INV-12)."""
+
+    def __init__(self, released: Callable[[int], None]) -> None:
+        """`released(k)`: every chunk up to k may be written again. Called each time that k grows."""
+        self._released = released
+        self._logs: list[ChunkLog] = []
+        self._told = -1
+
+    def log(self) -> ChunkLog:
+        """The log of one more engine; all of them are made before the first chunk comes."""
+        self._logs.append(ChunkLog(ring=True, progress=self._look))
+        return self._logs[-1]
+
+    def _look(self) -> None:
+        read = min(log.read for log in self._logs)
+        if self._told < read < MAX_CHUNKS:
+            self._told = read
+            self._released(read)

@@ -1,0 +1,132 @@
+"""Ways: how one engine's stream carries what its leader announces, one class a transport, behind one port.
+
+Promises: nothing about the update's fate, that is the stream's; each says whether engines read memory that the leader
+handed out, and whether an attempt may be made again. Refuses transports that it does not know.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Protocol
+
+from controlplane.core.errors import SlotMismatch
+from trainer_agent import parts
+from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.agent.frames import Frame, SegmentReader, by_reference, inline
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2, weight_update_pb2
+
+KNOWN = frozenset({parts.SHARED_MEMORY, parts.INLINE, parts.BROADCAST})
+"""Transports that there is a way for."""
+
+
+class Way(Protocol):
+    """One engine's, in one push."""
+
+    hands_out: bool
+    """Engines read the leader's own memory: it is in doubt while they may (INV-12)."""
+
+    @property
+    def again(self) -> bool:
+        """Whether an attempt that was accepted may be followed by another, from chunk 0 on."""
+        ...
+
+    async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
+        """Complete the open frame; waits for what it needs to know."""
+        ...
+
+    def cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
+        """The chunk as frames of the stream."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what was opened for reading."""
+        ...
+
+
+class ByReference:
+    """shared_memory: handles go on as they came."""
+
+    hands_out = True
+    again = True
+
+    async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
+        pass
+
+    def cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
+        return by_reference(chunk)
+
+    def close(self) -> None:
+        pass
+
+
+class Inline:
+    """inline: the bytes are read here, out of the leader's memory, and travel in the frames."""
+
+    hands_out = False
+
+    def __init__(self, chunks: ChunkLog) -> None:
+        self._chunks = chunks
+        self._reader = SegmentReader()
+
+    @property
+    def again(self) -> bool:
+        return self._chunks.again
+
+    async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
+        pass
+
+    def cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
+        return inline(chunk, self._reader)
+
+    def close(self) -> None:
+        self._reader.close()
+
+
+class ByLink:
+    """broadcast: the bytes go over the leader's link, beside the stream; an engine comes to it once."""
+
+    hands_out = False
+    again = False
+
+    def __init__(self, engine_id: str, fate: weight_update_pb2.LinkFate.ValueType) -> None:
+        self._engine_id = engine_id
+        self._fate = fate
+        self._made: asyncio.Future[rank_pb2.LinkMade] = asyncio.get_running_loop().create_future()
+
+    def made(self, made: rank_pb2.LinkMade) -> None:
+        """The leader listens."""
+        if not self._made.done():
+            self._made.set_result(made)
+
+    async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
+        made = await asyncio.shield(self._made)
+        members = list(made.engine_ids)
+        frame.link.link_id, frame.link.rendezvous, frame.link.fate = made.link_id, made.rendezvous, self._fate
+        frame.link.size, frame.link.position = 1 + len(members), 1 + members.index(self._engine_id)
+
+    def cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
+        yield list(chunk.records), [b for b in chunk.buffers if b.HasField("link")]
+
+    def close(self) -> None:
+        self._made.cancel()
+
+
+def make_way(assignment: fleet_pb2.Assignment, chunks: ChunkLog) -> Way:
+    """The way of an assignment. Raises SlotMismatch: this trainer knows none."""
+    require_known(assignment)
+    if assignment.transport == parts.INLINE:
+        return Inline(chunks)
+    if assignment.transport == parts.BROADCAST:
+        return ByLink(assignment.engine.engine_id, assignment.fate)
+    return ByReference()
+
+
+def require_known(assignment: fleet_pb2.Assignment) -> None:
+    """Raises SlotMismatch: the plan has a transport that this trainer does not know."""
+    if assignment.transport not in KNOWN:
+        name = weight_update_pb2.Transport.Name(assignment.transport)
+        raise SlotMismatch(
+            engine_id=assignment.engine.engine_id, what="the plan's transport", ranks=f"none sends {name}"
+        )

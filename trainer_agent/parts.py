@@ -1,0 +1,73 @@
+"""A rank's parts of a plan: which engines get the same chunks from it, by which way. Pure; rank and agent agree on it.
+
+Promises: the parts come in one order on every rank, since merging handles is a collective; engines of one link are one
+part, in the plan's order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2, weight_update_pb2
+
+SHARED_MEMORY = weight_update_pb2.TRANSPORT_SHARED_MEMORY
+INLINE = weight_update_pb2.TRANSPORT_INLINE
+BROADCAST = weight_update_pb2.TRANSPORT_BROADCAST
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank does for engines that it feeds alike."""
+
+    ranks: tuple[int, ...]
+    """The slot's, ascending: the first leads, and alone speaks to the agent."""
+    transport: weight_update_pb2.Transport.ValueType
+    engines: tuple[tuple[str, str], ...]
+    """Id and incarnation of each, in the plan's order."""
+    device_uuid: str = ""
+    """Whose worker reads this rank's buffer; empty where any can: a slot of one rank feeds the whole engine."""
+    link: str = ""
+    """With broadcast: the plan's name of the link."""
+    fate: weight_update_pb2.LinkFate.ValueType = weight_update_pb2.LINK_FATE_UNSPECIFIED
+
+    @property
+    def leader(self) -> int:
+        return self.ranks[0]
+
+    @property
+    def engine_ids(self) -> tuple[str, ...]:
+        return tuple(engine_id for engine_id, _ in self.engines)
+
+    @property
+    def by_reference(self) -> bool:
+        """Engines read this rank's own memory, until the update is over. Every rank of the slot exports for it."""
+        return self.transport == SHARED_MEMORY
+
+
+def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
+    """What `rank` has to export for: all parts that it leads, and those by reference of the slots it belongs to."""
+    found: dict[tuple[object, ...], list[fleet_pb2.Assignment]] = {}
+    for a in plan.assignments:
+        ranks = tuple(a.ranks)
+        if rank in ranks and (a.transport == SHARED_MEMORY or ranks[0] == rank):
+            found.setdefault((ranks, int(a.transport), a.link), []).append(a)
+    return [_part(found[key], rank) for key in sorted(found, key=repr)]
+
+
+def keeps_whole(plan: rank_pb2.PushPlan, rank: int) -> bool:
+    """Whether the rank keeps every byte of the version until the push is over, or only the last two chunks."""
+    return plan.keep_whole or any(p.by_reference for p in parts_of(plan, rank))
+
+
+def _part(assignments: list[fleet_pb2.Assignment], rank: int) -> Part:
+    first = assignments[0]
+    ranks = tuple(first.ranks)
+    return Part(
+        ranks=ranks,
+        transport=first.transport,
+        engines=tuple((a.engine.engine_id, a.engine.incarnation) for a in assignments),
+        device_uuid=first.device_uuids[ranks.index(rank)] if len(ranks) > 1 else "",
+        link=first.link,
+        fate=first.fate,
+    )
