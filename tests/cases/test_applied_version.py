@@ -39,6 +39,11 @@ from tests.cases.samples import tokens_of
 from tests.support.local_fleet import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
+NOT_BY_HAND = {
+    weight_update_pb2.TRANSPORT_BROADCAST: "INVALID_MESSAGE",
+    weight_update_pb2.TRANSPORT_CUDA_IPC: "UNSUPPORTED_BY_ENGINE",
+}
+"""What an engine without a GPU answers to an open frame that names one of these and no link."""
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=transport_name)
 
 
@@ -74,9 +79,23 @@ async def holds_exactly(fleet: CaseFleet, number: int, weights: Weights) -> None
 
 
 def test_V1_every_transport_of_the_contract_is_tried_here() -> None:
+    """Broadcast needs a sender's process group: the version that it records is tried in tests/contract, with links."""
     told = set(weight_update_pb2.Transport.values()) - {weight_update_pb2.TRANSPORT_UNSPECIFIED}
-    here = {*CARRIERS, weight_update_pb2.TRANSPORT_CHECKPOINT}
+    here = {*CARRIERS, weight_update_pb2.TRANSPORT_CHECKPOINT, *NOT_BY_HAND}
     assert here == told, "say in tests/cases/fleet.py how bytes are handed over by the new transport"
+
+
+@pytest.mark.parametrize("transport", NOT_BY_HAND, ids=transport_name)
+async def test_V1_a_transport_without_its_way_is_refused_and_leaves_what_was_recorded(
+    fleet: CaseFleet, transport: Transport
+) -> None:
+    weights = Weights()
+    await committed(fleet, weights)
+    stream = fleet.stream(await fleet.begin(), "e0", transport=transport)
+    with refusals(NOT_BY_HAND[transport]):
+        await stream.open()
+        await stream.read()
+    await holds_exactly(fleet, 1, weights)
 
 
 async def test_V1_a_checkpoint_that_is_not_there_is_refused_and_leaves_what_was_recorded(fleet: CaseFleet) -> None:
