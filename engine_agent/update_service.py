@@ -207,6 +207,8 @@ class _Attempt:
         tensors = 0
         while not parts or len(parts) < parts[0].count:
             frame = await self._reader.next()
+            if frame is not None and frame.WhichOneof("frame") == "abort":
+                raise _untimely(frame)
             if frame is None or frame.WhichOneof("frame") != "layout_part":
                 got = "the end" if frame is None else str(frame.WhichOneof("frame"))
                 raise e.FrameOutOfOrder(expected=f"layout part {len(parts)}", got=got)
