@@ -59,12 +59,21 @@ def load(cls: type[T], file: Path | None = None, overrides: Settings | None = No
         ConfigError: the file cannot be read, a key is unknown or missing, a value has the wrong type or is refused.
     """
     given = {} if file is None else _read(file)
-    merged = _merged(given, overrides or {})
-    base = Path.cwd() if file is None else file.resolve().parent
+    base = None if file is None else file.resolve().parent
+    return load_values(cls, merged(given, overrides or {}), base=base, source="" if file is None else str(file))
+
+
+def load_values(cls: type[T], values: Settings, *, base: Path | None = None, source: str = "") -> T:
+    """The same from settings that were read already. Relative paths start from `base`, else the working directory;
+    `source` is said in errors.
+
+    Raises:
+        ConfigError: a key is unknown or missing, a value has the wrong type or is refused.
+    """
     try:
-        return _dataclass(cls, merged, _Place("", base))
+        return _dataclass(cls, values, _Place("", base or Path.cwd()))
     except ConfigError as error:
-        raise error if file is None else ConfigError(error.key, error.problem, str(file)) from None
+        raise ConfigError(error.key, error.problem, source) if source else error from None
 
 
 def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
@@ -75,7 +84,7 @@ def parse_overrides(items: Iterable[str]) -> dict[str, Any]:
         if not equals or not all(key.split(".")):
             raise ConfigError(item, "expected KEY=VALUE, such as vllm.dtype=bfloat16")
         *sections, name = key.split(".")
-        out = _merged(out, _nested(sections, {name: Text(value)}))
+        out = merged(out, _nested(sections, {name: Text(value)}))
     return out
 
 
@@ -94,12 +103,13 @@ def _read(file: Path) -> dict[str, Any]:
         raise ConfigError(str(file), f"is not valid TOML: {error}") from error
 
 
-def _merged(under: Settings, over: Settings) -> dict[str, Any]:
+def merged(under: Settings, over: Settings) -> dict[str, Any]:
+    """Nested settings with others on top."""
     out = dict(under)
     for key, value in over.items():
         old = out.get(key)
         both = isinstance(old, Mapping) and isinstance(value, Mapping)
-        out[key] = _merged(old, value) if both and isinstance(old, Mapping) else value
+        out[key] = merged(old, value) if both and isinstance(old, Mapping) else value
     return out
 
 

@@ -31,6 +31,12 @@ Parent = Annotated[
 ]
 
 
+Fleet = Annotated[
+    Path | None,
+    typer.Option("--fleet", metavar="FILE", help="Take the settings from a fleet file; instead of --config."),
+]
+
+
 @reported
 def coordinator(
     listen: Annotated[
@@ -43,6 +49,7 @@ def coordinator(
         str | None, typer.Option("--run-id", metavar="ID", help="The training run. Every call must name it.")
     ] = None,
     config: Config = None,
+    fleet: Fleet = None,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     die_with_parent: Parent = None,
@@ -50,7 +57,14 @@ def coordinator(
     """Run the coordinator: it owns the fleet's record and decides; it never touches a tensor's bytes."""
     from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
 
-    settings = _settings(CoordinatorSettings, config, sets, listen=listen, state_dir=state_dir, run_id=run_id)
+    given = _given(sets, listen=listen, state_dir=state_dir, run_id=run_id)
+    if fleet is not None:
+        from controlplane.cli.up.settings import coordinator_of
+
+        _only_one(config)
+        settings = coordinator_of(fleet, given)
+    else:
+        settings = _settings(CoordinatorSettings, config, given)
     _prepare("coordinator", log_level, die_with_parent)
     return asyncio.run(run_coordinator(settings))
 
@@ -64,6 +78,8 @@ def engine(
     coordinator: Annotated[
         str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
     ] = None,
+    fleet: Fleet = None,
+    engine_id: Annotated[str | None, typer.Option("--id", metavar="ID", help="Which engine of the fleet file.")] = None,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     die_with_parent: Parent = None,
@@ -71,7 +87,16 @@ def engine(
     """Run an engine agent with its engine: the only writer of that engine's weights."""
     from engine_agent.agent import EngineSettings, run_engine
 
-    settings = _settings(EngineSettings, config, sets, listen=listen, coordinator=coordinator)
+    given = _given(sets, listen=listen, coordinator=coordinator)
+    if (fleet is None) != (engine_id is None):
+        raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")
+    if fleet is not None and engine_id is not None:
+        from controlplane.cli.up.settings import engine_of
+
+        _only_one(config)
+        settings = engine_of(fleet, engine_id, given)
+    else:
+        settings = _settings(EngineSettings, config, given)
     _prepare("engine", log_level, die_with_parent)
     return asyncio.run(run_engine(settings))
 
@@ -93,19 +118,29 @@ def trainer(
     from trainer_agent.agent import run_trainer
     from trainer_agent.agent.settings import TrainerSettings
 
-    settings = _settings(TrainerSettings, config, sets, coordinator=coordinator)
+    settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator))
     if not command:
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, die_with_parent)
     return asyncio.run(run_trainer(settings, command))
 
 
-def _settings(cls: type[T], config: Path | None, sets: list[str] | None, **flags: Any) -> T:
-    """From the file, then --set, then the options of their own."""
-    from controlplane.config import Text, load, parse_overrides
+def _given(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
+    """What the command line says, nested as the file is; a flag goes over --set."""
+    from controlplane.config import Text, parse_overrides
 
-    given = {name: Text(value) for name, value in flags.items() if value is not None}
-    return load(cls, config, parse_overrides(sets or []) | given)
+    return parse_overrides(sets or []) | {name: Text(value) for name, value in flags.items() if value is not None}
+
+
+def _settings(cls: type[T], config: Path | None, given: dict[str, Any]) -> T:
+    from controlplane.config import load
+
+    return load(cls, config, given)
+
+
+def _only_one(config: Path | None) -> None:
+    if config is not None:
+        raise typer.BadParameter("give --config or --fleet, not both")
 
 
 def _prepare(component: str, log_level: str, parent: int | None) -> None:

@@ -11,8 +11,9 @@ from typing import Annotated
 
 import typer
 
-from controlplane.cli import daemons, engines, health, ledger, rollback, sim, status
+from controlplane.cli import daemons, engines, health, ledger, plan, rollback, sim, status
 from controlplane.cli.demo.command import demo
+from controlplane.cli.up.command import up
 
 app = typer.Typer(
     name="weightplane",
@@ -25,9 +26,11 @@ app = typer.Typer(
 app.command(short_help="Run the coordinator.")(daemons.coordinator)
 app.command(short_help="Run an engine agent with its engine.")(daemons.engine)
 app.command(short_help="Run a trainer agent with its training ranks.")(daemons.trainer)
+app.command(short_help="Start a fleet file on this machine.")(up)
 app.command(short_help="Train a small model on this machine.")(demo)
 app.command(short_help="Show engines, trainers and updates.")(status.status)
 app.command(short_help="Show each engine's versions and conditions.")(engines.engines)
+app.command(short_help="Show what an update would do and cost, without doing it.")(plan.plan)
 app.command(short_help="Bring an earlier version's weights back.")(rollback.rollback)
 app.command(short_help="Ask a daemon whether it serves.")(health.health)
 app.command(short_help="Simulate a fleet with faults.")(sim.sim)

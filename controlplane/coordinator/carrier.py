@@ -7,7 +7,7 @@ the core as `CarryEnded`, and what the engine holds then is the engine's own rep
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
@@ -68,40 +68,31 @@ class Carrier:
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))
 
     async def _bring(self, stub: Any, carry: Carry) -> None:
-        ready, over = asyncio.Event(), asyncio.Event()
-        call = stub.UpdateWeights(self._frames(carry, ready, over))
+        """Until `applied`; raises what either side of the stream ended with, the engine's word first."""
+        call, ready = stub.UpdateWeights(), asyncio.Event()
+        hear = asyncio.create_task(_hear(call, carry, ready))
+        write = asyncio.create_task(self._write(call, carry, ready))
         try:
-            async for response in call:
-                kind = response.WhichOneof("frame")
-                if kind == "ready":
-                    ready.set()
-                elif kind == "applied":
-                    return
-            raise UpdateAborted(update_id=carry.update_id, cause="the engine ended the stream")
+            await asyncio.wait({hear, write}, return_when=asyncio.FIRST_COMPLETED)
+            if not hear.done():
+                write.result()  # raises what broke on our side; nothing else would end the call
+            await hear
         finally:
-            over.set()
-            ready.set()
+            hear.cancel()
+            write.cancel()
+            await asyncio.gather(hear, write, return_exceptions=True)
             call.cancel()
 
-    async def _frames(self, carry: Carry, ready: asyncio.Event, over: asyncio.Event) -> AsyncIterator[Request]:
-        """`open`; once the engine read and checked everything, and the fleet goes, `commit` (INV-3). `over`: the answer
-        was heard, or will not come."""
-        yield Request(open=self._open(carry))
-        await ready.wait()
-        if over.is_set():
-            return
-        if carry.waits_for_go and not await self._goes(carry):
-            yield Request(abort=weight_update_pb2.Abort(version=version_to_proto(carry.version), reason="given up"))
-            return
-        kept = carry.checkpoint
-        commit = weight_update_pb2.Commit(
-            version=version_to_proto(carry.version),
-            chunk_count=kept.file_count,
-            byte_count=kept.byte_count,
-            content_digest=kept.content_digest,
-        )
-        yield Request(commit=commit)
-        await over.wait()  # the answer ends the call
+    async def _write(self, call: Any, carry: Carry, ready: asyncio.Event) -> None:
+        """`open`; once the engine read and checked everything, and the fleet goes, `commit` (INV-3)."""
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):  # the call broke: `hear` has its status
+            await call.write(Request(open=self._open(carry)))
+            await ready.wait()
+            if carry.waits_for_go and not await self._goes(carry):
+                abort = weight_update_pb2.Abort(version=version_to_proto(carry.version), reason="given up")
+                await call.write(Request(abort=abort))
+            else:
+                await call.write(Request(commit=_commit(carry)))
 
     def _open(self, carry: Carry) -> weight_update_pb2.UpdateOpen:
         kept = carry.checkpoint
@@ -127,3 +118,24 @@ class Carrier:
             if state.phase != fleet_pb2.UPDATE_PHASE_PREPARING:
                 return state.phase in _GO
         return False
+
+
+async def _hear(call: Any, carry: Carry, ready: asyncio.Event) -> None:
+    """What the engine says, until `applied`. Raises its status, or UpdateAborted where it just ends."""
+    async for response in call:
+        kind = response.WhichOneof("frame")
+        if kind == "ready":
+            ready.set()
+        elif kind == "applied":
+            return
+    raise UpdateAborted(update_id=carry.update_id, cause="the engine ended the stream")
+
+
+def _commit(carry: Carry) -> weight_update_pb2.Commit:
+    kept = carry.checkpoint
+    return weight_update_pb2.Commit(
+        version=version_to_proto(carry.version),
+        chunk_count=kept.file_count,
+        byte_count=kept.byte_count,
+        content_digest=kept.content_digest,
+    )

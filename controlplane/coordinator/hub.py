@@ -33,7 +33,9 @@ from controlplane.core.fleet_events import (
     ViewChanged,
     Welcome,
 )
+from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.fleet_records import UpdateDecided
+from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import ModelName, RunId, Term, UpdateId
 from controlplane.ledger import Ledger
@@ -156,6 +158,14 @@ class Hub:
         """As it is now."""
         async with self._lock:
             return self.view.value if self.failed.done() else self._view()
+
+    async def preview(self, run_id: str, model: str, transport: Transport | None, fate: LinkFate | None) -> Preview:
+        """What an update would do if it began now. Between two events, like all that is told."""
+        self.check_run(run_id)
+        async with self._lock:
+            if self.failed.done():
+                raise self.failed.result()
+            return preview(self.core, model, transport, fate)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:

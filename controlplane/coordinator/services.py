@@ -27,6 +27,7 @@ from controlplane.core.versions import (
 from controlplane.rpc.codec import seconds_from_proto, version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import refusal_from_proto, state_from_proto
 from controlplane.rpc.plan_codec import (
+    FATES_BACK,
     avoided_from_proto,
     base_from_proto,
     engine_place_from_proto,
@@ -34,6 +35,7 @@ from controlplane.rpc.plan_codec import (
     plan_to_proto,
     rank_places_from_proto,
     sends_from_proto,
+    transport_from_proto,
 )
 from weightplane.v1 import engine_pb2, fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
@@ -192,6 +194,15 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         return operator_pb2.AcceptLedgerResponse(
             coordinator_term=self._hub.core.term, next_number=self._hub.core.next_number
         )
+
+    async def Plan(self, request: operator_pb2.PlanRequest, context: Any) -> operator_pb2.PlanResponse:
+        found = await self._hub.preview(
+            request.run_id,
+            request.model,
+            transport_from_proto(request.transport),
+            FATES_BACK.get(request.link_fate),
+        )
+        return views.preview(found, self._hub.core.settings.run_id)
 
 
 def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:

@@ -6,12 +6,15 @@ from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
 from controlplane.core.fleet import FleetCore
+from controlplane.core.fleet_preview import Preview
 from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
 from controlplane.core.names import natural_key
+from controlplane.core.plan_costs import SenderCost, engine_costs, sender_costs
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName
 from controlplane.rpc.codec import engine_ref, version_to_proto
 from controlplane.rpc.engine_codec import STAGES, conditions_to_proto, refusal_to_proto, state_to_proto, timestamp
+from controlplane.rpc.plan_codec import TRANSPORTS, load_to_proto, plan_to_proto
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 T = TypeVar("T")
@@ -72,6 +75,42 @@ def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.Fle
         updates=[update_state(u) for u in _newest_first(core.updates.values())],
         checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
         ledger_regressed="" if regressed is None else str(regressed),
+    )
+
+
+def preview(found: Preview, run_id: str) -> operator_pb2.PlanResponse:
+    """A dry run's answer."""
+    trainer, load = found.trainer, found.trainer.load
+    hosts = {r.rank: r.host_id for r in trainer.ranks}
+    return operator_pb2.PlanResponse(
+        run_id=run_id,
+        model=found.model,
+        trainer_id=trainer.trainer_id,
+        term=trainer.term,
+        rank_count=len(trainer.ranks),
+        load=None if load is None else load_to_proto(load),
+        plan=plan_to_proto(found.plan),
+        senders=[_sender_cost(c, hosts[c.rank]) for c in sender_costs(found.plan, load)],
+        engines=[
+            operator_pb2.EngineCost(engine_id=c.engine_id, staging_bytes=c.staging_bytes, loading_bytes=c.loading_bytes)
+            for c in engine_costs(found.plan, load)
+        ],
+        left_out=[operator_pb2.LeftOutEngine(engine_id=name, cause=cause) for name, cause in found.left_out],
+        problems=[operator_pb2.PlanProblem(reason=p.reason, message=str(p)) for p in found.problems],
+        notes=found.notes,
+    )
+
+
+def _sender_cost(cost: SenderCost, host_id: str) -> operator_pb2.SenderCost:
+    return operator_pb2.SenderCost(
+        rank=cost.rank,
+        host_id=host_id,
+        sent=[
+            operator_pb2.SentBytes(transport=TRANSPORTS[s.transport], engine_ids=s.engine_ids, byte_count=s.byte_count)
+            for s in cost.sent
+        ],
+        memory_bytes=cost.memory_bytes,
+        device_memory_bytes=cost.device_memory_bytes,
     )
 
 

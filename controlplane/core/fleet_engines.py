@@ -28,7 +28,7 @@ def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
     book.check_run(event.state.run_id)
     _check_order(book, event)
     trainer = book.trainers.get(event.state.model)
-    if trainer is not None and trainer.session is not None:
+    if trainer is not None and (trainer.session is not None or now < trainer.expires_at):  # it may come back
         check_fit(event.place, trainer.ranks)
     _check_frozen(book, event.state)
     fenced = note_engine(book, event)

@@ -5,6 +5,8 @@ A lease is renewed only while the trainer's step or phase moves. Expiry alone fe
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_events import (
@@ -17,10 +19,10 @@ from controlplane.core.fleet_events import (
     ViewChanged,
     Welcome,
 )
-from controlplane.core.fleet_records import ModelRecord, TermGiven, TrainerRecord
+from controlplane.core.fleet_records import EngineRecord, ModelRecord, TermGiven, TrainerRecord
 from controlplane.core.fleet_recovery import check_trainer
 from controlplane.core.fleet_updates import finish
-from controlplane.core.planner import check_fit
+from controlplane.core.planner import devices_of, misfit
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import Term
 
@@ -35,20 +37,38 @@ def connected(book: Book, event: TrainerConnected, now: float) -> list[Effect]:
     if regressed is not None:
         return [CloseSession(event.session, regressed), ViewChanged()]
     holder = book.trainers.get(event.model)
-    for record in book.of_model(event.model):
-        if record.session is not None:
-            check_fit(record.place, event.ranks)
     if holder is not None and event.held_term == holder.term and event.incarnation == holder.incarnation:
-        if holder.ranks != event.ranks:
-            book.plan_revision += 1
-        holder.session, holder.ranks = event.session, event.ranks
-        holder.transports, holder.load = event.transports, event.load
-        _renew(book, holder, now)
-        return [Welcome(event.session, holder.term), ViewChanged()]
+        return _resume(book, holder, event, now)
     if event.held_term:
         raise e.StaleTerm(model=event.model, got=event.held_term, current=model.term)
+    for _, error in _misfits(book, event):
+        raise error
     _check_takeover(holder, event, now)
     return _give(book, model, holder, event, now)
+
+
+def _misfits(book: Book, event: TrainerConnected) -> Iterator[tuple[EngineRecord, e.EngineMisfit]]:
+    """Connected engines that these ranks could not feed (G4)."""
+    held = devices_of(event.ranks)
+    for record in book.of_model(event.model):
+        error = misfit(record.place, held)
+        if record.session is not None and error is not None:
+            yield record, error
+
+
+def _resume(book: Book, holder: TrainerRecord, event: TrainerConnected, now: float) -> list[Effect]:
+    """The same life on a new connection. An engine that came meanwhile and does not fit is sent away."""
+    if holder.ranks != event.ranks:
+        book.plan_revision += 1
+    holder.session, holder.ranks = event.session, event.ranks
+    holder.transports, holder.load = event.transports, event.load
+    _renew(book, holder, now)
+    effects: list[Effect] = [Welcome(event.session, holder.term), ViewChanged()]
+    for record, error in _misfits(book, event):
+        assert record.session is not None, "connected"
+        effects.append(CloseSession(record.session, error))
+        book.silence(record)
+    return effects
 
 
 def _check_takeover(holder: TrainerRecord | None, event: TrainerConnected, now: float) -> None:

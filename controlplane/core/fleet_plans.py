@@ -1,4 +1,4 @@
-"""Who takes part in an update, and the plan for it: of the one that begins, and of the one that would (dry run)."""
+"""Who takes part in an update, and the plan for it: of the one that begins, and of the one that would."""
 
 from __future__ import annotations
 
@@ -7,16 +7,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from controlplane.core import errors as e
+from controlplane.core.engine_core import DELTA
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_records import EngineRecord, TrainerRecord
-from controlplane.core.plan import LinkFate, Plan, Transport
-from controlplane.core.planner import Way, Ways, make_plan
+from controlplane.core.plan import LinkFate, Plan, RankPlace, Transport
+from controlplane.core.planner import Way, Ways, devices_of, make_plan, misfit
 from controlplane.core.update_transaction import UpdatePolicy
 from controlplane.core.versions import EngineId, ModelName
-
-DELTA = "delta"
-"""The capability of an engine that takes what changed since a version that it holds."""
 
 
 def policy_of(book: Book, model: ModelName) -> UpdatePolicy:
@@ -34,22 +32,44 @@ def _groups(book: Book) -> dict[str, set[ModelName]]:
 
 
 def taking_part(
-    book: Book, model: ModelName, policy: UpdatePolicy, *, spare_lent: bool = False
+    book: Book, model: ModelName, policy: UpdatePolicy, ranks: Sequence[RankPlace] | None
 ) -> tuple[list[EngineRecord], frozenset[EngineId]]:
-    """The engines of an update, and who of them is required: the routable; if none is, every able engine. The other
-    able ones are optional. A unit takes part as a whole. `spare_lent`: the writer is not the trainer that may hold
-    their devices."""
-    able = [r for r in book.of_model(model) if r.able and not (spare_lent and book.lent(r))]
+    """The engines of an update that these ranks send, or the coordinator (None), and who of them is required.
+
+    Raises:
+        NoEngines, NotEnoughEngines.
+    """
+    able = able_engines(book, model, ranks)
+    check_enough(book, model, policy, able)
+    return able, required_of(book, able)
+
+
+def able_engines(book: Book, model: ModelName, ranks: Sequence[RankPlace] | None) -> list[EngineRecord]:
+    """Who could take an update. From ranks: whom they can feed; one that came while they were away may be a misfit.
+    From the coordinator, which is not the trainer: whose devices nobody else may hold."""
+    able = [r for r in book.of_model(model) if r.able]
+    if ranks is None:
+        return [r for r in able if not book.lent(r)]
+    held = devices_of(ranks)
+    return [r for r in able if misfit(r.place, held) is None]
+
+
+def check_enough(book: Book, model: ModelName, policy: UpdatePolicy, able: Sequence[EngineRecord]) -> None:
+    """Raises NoEngines, NotEnoughEngines."""
     if not able:
         raise e.NoEngines(model=model, known=len(book.of_model(model)))
     groups = Counter(r.place.group for r in able)
     for group, needed in policy.min_engines.items():
         if groups[group] < needed:
             raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
+
+
+def required_of(book: Book, able: Sequence[EngineRecord]) -> frozenset[EngineId]:
+    """The routable; if none is, every able engine. The other able ones are optional. A unit takes part as a whole."""
     required = [r for r in able if book.routable(r)] or able
     units = {r.place.unit for r in required if r.place.unit}
-    whole = required + [r for r in able if r.place.unit in units]
-    return able, frozenset(r.place.engine_id for r in whole)
+    whole = [*required, *(r for r in able if r.place.unit in units)]
+    return frozenset(r.place.engine_id for r in whole)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +86,8 @@ class Asked:
 def plan_of(
     book: Book, trainer: TrainerRecord, live: Sequence[EngineRecord], required: frozenset[EngineId], asked: Asked
 ) -> Plan:
-    """From what is known now.
-
-    Raises:
-        CoordinatorRecovering: a restart knows the lease, but not yet whose devices are whose.
-    """
-    if not trainer.ranks:
-        raise e.CoordinatorRecovering(term=book.term, engines=[f"trainer {trainer.trainer_id}"])
+    """From what is known now, for engines that fit. Raises CoordinatorRecovering."""
+    check_ranks(book, trainer)
     ways = Ways(
         sends=trainer.transports,
         forced=asked.transport or book.settings.transport,
@@ -82,6 +97,12 @@ def plan_of(
         holders=frozenset(r.place.engine_id for r in live if _holds(r, asked.base)),
     )
     return make_plan(book.plan_revision, [r.place for r in live], required, trainer.ranks, ways)
+
+
+def check_ranks(book: Book, trainer: TrainerRecord) -> None:
+    """Raises CoordinatorRecovering: a restart knows the lease, but not yet whose devices are whose."""
+    if not trainer.ranks:
+        raise e.CoordinatorRecovering(term=book.term, engines=[f"trainer {trainer.trainer_id}"])
 
 
 def _holds(record: EngineRecord, base: Held | None) -> bool:

@@ -53,7 +53,7 @@ def requested(book: Book, event: UpdateRequested, now: float) -> list[Effect]:
     _check_alone(book, event.model)
     trainer = book.trainers[event.model]
     policy = policy_of(book, event.model)
-    live, required = taking_part(book, event.model, policy)
+    live, required = taking_part(book, event.model, policy, trainer.ranks)
     avoid = {(a.engine_id, a.incarnation, a.transport): a.cause for a in event.avoid}
     plan = plan_of(book, trainer, live, required, Asked(avoid, event.base))
     trainer.avoid = avoid
@@ -89,7 +89,7 @@ def rollback(book: Book, event: RollbackRequested, now: float) -> list[Effect]:
         return [UpdatePlanned(repeated)]
     _check_alone(book, event.model)
     policy = policy_of(book, event.model)
-    live, required = taking_part(book, event.model, policy, spare_lent=True)
+    live, required = taking_part(book, event.model, policy, None)
     plan = checkpoint_plan(book.plan_revision, [r.place for r in live], required)
     update = UpdateTransaction(
         update_id=event.update_id,

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from heapq import heapreplace
 
 from controlplane.core.engine_state import Held
 from controlplane.core.errors import EngineMisfit
@@ -44,17 +46,28 @@ class Ways:
     """Engines that hold it now, by their own report, and take deltas."""
 
 
-def check_fit(engine: EnginePlace, ranks: Iterable[RankPlace]) -> None:
-    """Raises EngineMisfit when ranks hold some of the engine's devices, but not all (G4)."""
-    held = {r.device_uuid for r in ranks}
+def misfit(engine: EnginePlace, held: AbstractSet[DeviceUuid]) -> EngineMisfit | None:
+    """Why an engine cannot be fed by the ranks that hold these devices: they hold some of its own, but not all (G4)."""
     missing = sorted((d for d in engine.device_uuids if d not in held), key=natural_key)
-    if missing and len(missing) < len(engine.device_uuids):
-        raise EngineMisfit(
-            engine_id=engine.engine_id,
-            held=len(engine.device_uuids) - len(missing),
-            total=len(engine.device_uuids),
-            missing=[str(d) for d in missing],
-        )
+    if not missing or len(missing) == len(engine.device_uuids):
+        return None
+    return EngineMisfit(
+        engine_id=engine.engine_id,
+        held=len(engine.device_uuids) - len(missing),
+        total=len(engine.device_uuids),
+        missing=[str(d) for d in missing],
+    )
+
+
+def check_fit(engine: EnginePlace, ranks: Iterable[RankPlace]) -> None:
+    """Raises EngineMisfit."""
+    error = misfit(engine, devices_of(ranks))
+    if error is not None:
+        raise error
+
+
+def devices_of(ranks: Iterable[RankPlace]) -> frozenset[DeviceUuid]:
+    return frozenset(r.device_uuid for r in ranks)
 
 
 def make_plan(
@@ -64,8 +77,11 @@ def make_plan(
     ranks: Sequence[RankPlace],
     ways: Ways | None = None,
 ) -> Plan:
-    """One assignment for each engine, in the order of engine ids."""
+    """One assignment for each engine, in the order of engine ids. Raises EngineMisfit."""
     ways = ways or Ways()
+    held = devices_of(ranks)
+    for error in filter(None, (misfit(engine, held) for engine in engines)):
+        raise error
     ordered = sorted(engines, key=lambda p: natural_key(p.engine_id))
     made = []
     for engine, senders, colocated in _with_senders(ordered, ranks):
@@ -111,14 +127,10 @@ def _with_senders(
     """Each engine, its senders, and whether it is colocated. Slots first: they leave no choice, and count as load."""
     by_device = _by_device(ranks)
     slots = {e.engine_id: _slot(e, by_device) for e in engines}
-    load = Counter(slot[0].rank for slot in slots.values() if slot)
+    dealer = _Dealer(ranks, Counter(slot[0].rank for slot in slots.values() if slot))
     for engine in engines:
-        check_fit(engine, ranks)
         slot = slots[engine.engine_id]
-        senders = slot or [_chosen(engine, ranks, load)]
-        if not slot:
-            load[senders[0].rank] += 1
-        yield engine, senders, bool(slot)
+        yield engine, slot or [dealer.deal(engine)], bool(slot)
 
 
 def _by_device(ranks: Sequence[RankPlace]) -> dict[DeviceUuid, RankPlace]:
@@ -131,9 +143,29 @@ def _slot(engine: EnginePlace, by_device: Mapping[DeviceUuid, RankPlace]) -> lis
     return sorted(found, key=lambda r: r.rank)
 
 
-def _chosen(engine: EnginePlace, ranks: Sequence[RankPlace], load: Counter[Rank]) -> RankPlace:
-    """For an engine on devices of its own: a rank of its host before others, then the least loaded, then the lowest."""
-    return min(ranks, key=lambda r: (r.host_id != engine.host_id, load[r.rank], r.rank))
+class _Dealer:
+    """Chooses who feeds an engine on devices of its own: a rank of its host before others, then the least loaded, then
+    the lowest. Fleets have thousands of both, so nobody looks at all ranks for each engine."""
+
+    def __init__(self, ranks: Sequence[RankPlace], load: Counter[Rank]) -> None:
+        self._places = {r.rank: r for r in ranks}
+        self._load = load
+        self._everywhere = self._heap(ranks)
+        on_host: dict[str, list[RankPlace]] = {}
+        for place in ranks:
+            on_host.setdefault(place.host_id, []).append(place)
+        self._on_host = {host: self._heap(places) for host, places in on_host.items()}
+
+    def deal(self, engine: EnginePlace) -> RankPlace:
+        heap = self._on_host.get(engine.host_id, self._everywhere)
+        while heap[0][0] < self._load[heap[0][1]]:  # it was chosen meanwhile for an engine of the other kind
+            heapreplace(heap, (self._load[heap[0][1]], heap[0][1]))
+        rank = heap[0][1]
+        self._load[rank] += 1
+        return self._places[rank]
+
+    def _heap(self, ranks: Iterable[RankPlace]) -> list[tuple[int, Rank]]:
+        return sorted((self._load[r.rank], r.rank) for r in ranks)
 
 
 # ---- by which transport -------------------------------------------------------------------------

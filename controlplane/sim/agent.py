@@ -17,6 +17,7 @@ from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Po
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.core.plan import EnginePlace
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, UpdateId, WeightVersion
+from controlplane.sim.coverage import TRANSPORTS
 from controlplane.sim.disks import AgentDisk, Remembered
 from controlplane.sim.engine import INITIAL, ModelEngine, Staged
 from controlplane.sim.kernel import Action, Process, Stream
@@ -57,6 +58,7 @@ class Seat:
             self.unit,
             self.unit_size,
             life,
+            TRANSPORTS,
         )
 
 

@@ -276,6 +276,8 @@ class Coordinator(Process):
             return
         update = next(x.update for x in effects if isinstance(x, fe.UpdatePlanned))
         self.world.witness.told_plan(self, request.request_id, update)
+        if isinstance(request, fe.UpdateRequested):
+            self.world.witness.told_ways(update.plan, request.avoid)
         begun = Begun(update.update_id, update.version, update.plan)
         stream.to_client(lambda: answer(begun))
 

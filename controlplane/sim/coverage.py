@@ -9,11 +9,14 @@ from dataclasses import dataclass, field
 
 from controlplane.core import engine_events, errors, fleet_events
 from controlplane.core.engine_transitions import TABLE, Move
+from controlplane.core.plan import HOST_MEMORY, Transport
 from controlplane.core.update_transaction import PHASE_MOVES, Phase
 
 ENGINE_EVENTS = frozenset(t.__name__ for t in typing.get_args(engine_events.Event))
 FLEET_EVENTS = frozenset(t.__name__ for t in typing.get_args(fleet_events.Event))
 
+TRANSPORTS = HOST_MEMORY | {Transport.BROADCAST}
+"""Of every engine and trainer here. What differs between them is which is planned; bytes come all the same."""
 NOT_HERE = {
     "INCOMPATIBLE_NODE": "said of protocol versions and settings, at the wire",
     "LIMIT_EXCEEDED": "said of queues, messages and memory, which are not modelled",
@@ -37,6 +40,8 @@ class Coverage:
     phases: Counter[tuple[Phase, Phase]] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     points: Counter[str] = field(default_factory=Counter)
+    ways: Counter[Transport] = field(default_factory=Counter)
+    """What plans took, for one engine each."""
 
     def add(self, other: Coverage) -> None:
         self.engine_events += other.engine_events
@@ -45,6 +50,7 @@ class Coverage:
         self.phases += other.phases
         self.reasons += other.reasons
         self.points += other.points
+        self.ways += other.ways
 
     def never(self, points: Iterable[str]) -> dict[str, list[str]]:
         """What was not reached, by kind, in words."""
@@ -54,5 +60,6 @@ class Coverage:
             "engine transitions": sorted(map(str, TABLE - self.moves.keys())),
             "update phases": sorted(f"{a.value} → {b.value}" for a, b in PHASE_MOVES - self.phases.keys()),
             "error reasons": sorted(REASONS - self.reasons.keys()),
+            "transports": sorted(t.value for t in TRANSPORTS - self.ways.keys()),
             "fault points": sorted(set(points) - self.points.keys()),
         }

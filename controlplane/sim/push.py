@@ -10,7 +10,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
-from controlplane.core.plan import Assignment
+from controlplane.core.plan import Assignment, Transport
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
 from controlplane.sim.coordinator import Begun, Watch
@@ -44,6 +44,8 @@ class Push:
         self.over = False
         self.feeds: list[Feed] = []
         self._request_id = f"{trainer.incarnation}:{trainer.step}:{self.content}"
+        self._avoid = tuple(trainer.broken.values())
+        """Of this request, also when it is repeated."""
 
     def after(self, delay: float, action: Callable[[], None]) -> None:
         self.trainer.after(delay, lambda: None if self.over else action())
@@ -69,6 +71,7 @@ class Push:
             self.world.settings.push_limit,
             self.layout.digest,
             self.layout.byte_count,
+            self._avoid,
         )
         stream.on_client_end = self._begin_failed
         stream.to_server(lambda: coordinator.begin(stream, request, lambda begun: self._begun(stream, begun)))
@@ -175,6 +178,7 @@ class Feed:
         self.begun = push.begun
         self.required = assignment.required
         self._incarnation = assignment.engine.incarnation
+        self._transport = assignment.transport
         self._stream: Stream | None = None
         self._remote: list[UpdateStream] = []
         self.ready = False
@@ -291,6 +295,9 @@ class Feed:
         if isinstance(error, e.StaleTerm):
             self.push.trainer.fence()
         broken = isinstance(error, e.PeerLost)
+        if broken and self._transport is Transport.BROADCAST:
+            failed = fe.Avoided(self.engine_id, self._incarnation, self._transport, str(error))
+            self.push.trainer.broken[self.engine_id, self._incarnation] = failed
         passing = isinstance(error, (e.NotWelcomed, e.UpdateInProgress, e.UpdateAborted)) and not self._committed
         if broken or passing:
             self.push.retry(self.open)

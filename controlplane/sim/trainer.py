@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.plan import RankPlace
-from controlplane.core.versions import DeviceUuid, Incarnation, Rank, Term, TrainerId
+from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, TrainerId
 from controlplane.sim.coordinator import Session
+from controlplane.sim.coverage import TRANSPORTS
 from controlplane.sim.devices import Devices
 from controlplane.sim.kernel import Crashed, Process, connect
 from controlplane.sim.publisher import Publisher
@@ -47,6 +48,8 @@ class Trainer(Process):
         self.push: Push | None = None
         self.devices = Devices(self)
         self.publisher = Publisher(self)
+        self.broken: dict[tuple[EngineId, Incarnation], fe.Avoided] = {}
+        """Links that broke in this life."""
         self._ended = ""
         self._session: Session | None = None
         self._progress = 0
@@ -58,6 +61,7 @@ class Trainer(Process):
         self.term, self.push, self._session, self._progress = Term(0), None, None, 0
         self.devices = Devices(self)
         self.publisher = Publisher(self)
+        self.broken = {}
         self._connect()
         self.devices.give(lambda: None)  # also where another has the lease by now
 
@@ -96,6 +100,7 @@ class Trainer(Process):
             held_term=self.term,
             ended_incarnation=self._ended,
             takeover=self.takeover,
+            transports=TRANSPORTS,
         )
         return lambda session: make(session)
 

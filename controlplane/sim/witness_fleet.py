@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import EngineState, HoldKind, Residency
-from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.plan import EnginePlace, Plan, RankPlace
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, Term, WeightVersion
 from controlplane.sim.witness_records import RecordWitness
@@ -97,6 +98,15 @@ class FleetWitness(RecordWitness):
             silent = self._kernel.now - last.at
             self.check(silent <= self._ttl + 1e-6, "INV-8", f"{engine_id} was silent for {silent} s and is not UNKNOWN")
         self._check_route(coordinator, engine_id, coordinator.core.model(last.state.model).served)
+
+    def told_ways(self, plan: Plan, avoid: Sequence[fe.Avoided]) -> None:
+        """A plan is told: each engine is in it once, and no way that the request said does not work."""
+        broken = {(a.engine_id, a.incarnation, a.transport) for a in avoid}
+        ways = [(a.engine.engine_id, a.engine.incarnation, a.transport) for a in plan.assignments]
+        self.check(len({engine_id for engine_id, _, _ in ways}) == len(ways), "plans", "an engine is in a plan twice")
+        self.check(not broken.intersection(ways), "plans", f"{broken.intersection(ways)} failed before")
+        for a in plan.assignments:
+            self.coverage.ways[a.transport] += 1
 
     def gives_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """To a client: by what is on the disk."""

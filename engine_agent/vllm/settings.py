@@ -45,6 +45,8 @@ class VllmSettings:
     """None: eager on a CPU, where compiling takes longer than it saves; compiled on a GPU."""
     device_uuids: tuple[str, ...] = ()
     """One per worker, in rank order. Empty: asked of the workers on a GPU, made from the engine's id on a CPU."""
+    visible_devices: tuple[str, ...] = ()
+    """Numbers or UUIDs of the host's GPUs that this engine's processes may see, in worker rank order. Empty: all."""
     cpu_bind: str = "nobind"
     """Cores of the workers on a CPU: `nobind`, or one list per worker such as `0-3|4-7`. Two engines never share."""
     cpu_threads: int = 1

@@ -19,7 +19,7 @@ from controlplane.rpc.server import start_server
 from tests.cases.engines import lay_hands
 from tests.integration.test_engine_stream import FakeAgent, attempt, refusing
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet
+from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, segments, toy_trainer
 from weightplane.local.v1 import rank_pb2
@@ -156,7 +156,7 @@ async def test_P4_an_engine_that_says_nothing_more_is_named_at_the_pushs_deadlin
 def _hello_of_mute(endpoint: str) -> fleet_pb2.EngineHello:
     status = engine_pb2.EngineStatus(
         engine=version_pb2.EngineRef(engine_id="mute", incarnation="i"),
-        run_id="test-run",
+        run_id=RUN,
         model="policy",
         life=engine_pb2.ENGINE_LIFE_RUNNING,
         weights=engine_pb2.WEIGHTS_STATE_UNSET,

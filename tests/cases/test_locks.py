@@ -16,7 +16,7 @@ from controlplane.rpc.errors import from_rpc_error
 from tests.cases.fleet import TRANSPORTS, CaseFleet, Trainer, Transport, case_fleet, refusals, transport_name
 from tests.cases.samples import WITHIN
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, Weights
+from tests.support.local_fleet import LAYOUT, RUN, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 TTL = 1.0
@@ -101,7 +101,7 @@ async def test_P5_a_newcomer_hears_its_welcome_before_anything_else(fleet: CaseF
     newcomer = fleet.session()
     await fleet.deliver(Weights())  # the fleet's state changes while the newcomer's hello is on its way
     hello = fleet_pb2.TrainerHello(
-        run_id="test-run",
+        run_id=RUN,
         model="policy",
         trainer_id="two",
         incarnation="life",
@@ -118,7 +118,7 @@ async def test_P5_an_update_that_nobody_carries_on_ends_by_its_own_limit(fleet: 
     """Its trainer lives, and has forgotten it: the lease does not end it."""
     trainer = await fleet.new_trainer("forgetful")
     request = fleet_pb2.BeginUpdateRequest(
-        run_id="test-run",
+        run_id=RUN,
         model="policy",
         term=trainer.term,
         request_id="forgotten",

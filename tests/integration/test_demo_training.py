@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.ports import free_port
 from trainer_agent.demo.models import tiny
 
 pytestmark = pytest.mark.real
@@ -21,13 +21,6 @@ pytestmark = pytest.mark.real
 JOB_TIMEOUT_SECONDS = 200
 STEPS = 5
 RESUMED_STEPS = 6
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def run_demo(model_dir: Path, work: Path, *options: str) -> list[dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane.cli.plan_table import plan_json
 from controlplane.cli.rollback import _follow
 from controlplane.core import errors as e
 from controlplane.exit_codes import ExitCode
@@ -21,9 +23,9 @@ from controlplane.rpc.server import start_server
 from tests.support.engine_by_hand import engine_that_says
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
-from tests.support.toy_rank import Script
-from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
+from tests.support.toy_rank import SHAPES, Script
+from tests.support.toy_trainer import RankProcess, fleet_for_toys, start_engine, toy_trainer
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -68,6 +70,49 @@ async def test_engines_shows_what_each_holds_and_what_is_true_of_it(tmp_path: Pa
 
 def _true_of(engine: dict[str, Any]) -> set[str]:
     return {c["type"] for c in engine["conditions"] if c["status"] == "True"}
+
+
+async def test_a_plan_names_bytes_and_memory_and_uses_no_number(tmp_path: Path) -> None:
+    total = sum(math.prod(s) * 4 for s in SHAPES.values())
+    async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await trainer.start_ranks(Script(pause_before_step=10))
+        await eventually(lambda: _has_trainer(fleet), within=60)
+        code, out, _ = await weightplane(fleet, "plan", "--json")
+        said = json.loads(out)
+        assert (code, said["rank_count"], said["load"]["byte_count"]) == (ExitCode.OK, 2, total)
+        assert said["load"]["largest_module_bytes"] == math.prod(SHAPES["head"]) * 4
+        async with engine_that_says(fleet):  # on another host, and for as long as it is not missed
+            stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
+            said = plan_json(await stub.Plan(operator_pb2.PlanRequest(), timeout=10))
+        assert [(e["engine"], e["transport"], e["staging_bytes"]) for e in said["engines"]] == [
+            ("by-hand", "inline", total),
+            ("e0", "shared_memory", 0),
+            ("e1", "shared_memory", 0),
+        ]
+        assert "not broadcast: the engine does not receive it" in said["engines"][0]["reason"]
+        assert [(s["rank"], s["memory_bytes"]) for s in said["senders"]] == [(0, total), (1, total)]
+        assert await _codes(ranks) == [0, 0]
+        assert ranks[0].said("pushed")[0]["version"] == 1
+
+
+async def test_a_plan_that_would_be_refused_says_why_and_ends_with_1(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        code, out, err = await weightplane(fleet, "plan")
+        assert (code, out) == (ExitCode.FAILED, "")
+        assert err == "weightplane: INVALID_REQUEST: model: no trainer is known here\n"
+        await trainer.start_ranks(Script(pause_before_step=60))
+        await eventually(lambda: _has_trainer(fleet), within=60)
+        code, out, _ = await weightplane(fleet, "plan", "policy")
+        assert code == ExitCode.FAILED
+        assert "would be refused: NO_ENGINES: no live, awake engine of model policy could take an update" in out
+
+
+async def _has_trainer(fleet: LocalFleet) -> bool:
+    return any(t.connected for t in (await fleet.view()).trainers)
+
+
+async def _codes(ranks: list[RankProcess]) -> list[int]:
+    return [await rank.code() for rank in ranks]
 
 
 async def test_a_rollback_to_what_nobody_kept_names_what_there_is(tmp_path: Path) -> None:

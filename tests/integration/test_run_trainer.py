@@ -19,7 +19,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.processes import descendants, start_time
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet
+from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, segments
 
@@ -91,7 +91,7 @@ async def test_ranks_are_started_push_and_end_with_code_ok(tmp_path: Path) -> No
         code, lines = await trainer.finish()
         assert code == ExitCode.OK
         assert [(p["step"], p["version"]) for p in events(lines, "pushed") if p["rank"] == 1] == [(1, 1), (2, 2)]
-        assert {j["run"] for j in events(lines, "joined")} == {"test-run"}
+        assert {j["run"] for j in events(lines, "joined")} == {RUN}
     assert segments() == []
 
 

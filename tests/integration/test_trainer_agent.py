@@ -16,6 +16,7 @@ from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from tests.support.eventually import eventually
+from tests.support.local_fleet import RUN
 from tests.support.toy_rank import SHAPES, Script
 from tests.support.toy_trainer import (
     EngineProcess,
@@ -291,7 +292,7 @@ async def test_ranks_without_an_agent_spawn_one_and_leave_nothing_behind(tmp_pat
         rank = await RankProcess.start(Script(steps=3, coordinator=fleet.address), {})
         assert await rank.code() == 0
         assert [p["version"] for p in rank.said("pushed")] == [1, 2, 3]
-        assert rank.said("joined")[0]["run"] == "test-run"
+        assert rank.said("joined")[0]["run"] == RUN
     assert segments() == []
     assert _sidecars() == []
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from urllib.request import urlopen
@@ -16,7 +15,8 @@ from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory_engine import token_of, weights_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
+from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Stream, Weights, local_fleet
+from tests.support.ports import free_port
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
 
 
@@ -259,7 +259,7 @@ async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(fleet: Lo
 async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet: LocalFleet) -> None:
     view = await fleet.engine("e0")
     stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
-    fence = {"run_id": "test-run", "engine": view.status.engine, "owner": "me"}
+    fence = {"run_id": RUN, "engine": view.status.engine, "owner": "me"}
     await stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence))  # type: ignore[arg-type]
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     status = await fleet.status("e0")
@@ -375,9 +375,3 @@ async def test_metrics_name_what_is_served_and_what_was_refused(tmp_path: Path) 
         await eventually(all_there)
     finally:
         await fleet.close()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -37,7 +37,8 @@ from weightplane.v1 import (
     weight_update_pb2_grpc,
 )
 
-RUN = "test-run"
+RUN = os.environ.setdefault("WEIGHTPLANE_TEST_RUN", f"test-run-{os.getpid()}")
+"""Of this run of the tests and of its processes: two runs on one host do not see each other's segments."""
 SHAPES = {"a": (1000,), "b": (3, 5)}
 LAYOUT = Layout(tuple(TensorSpec(name, DType.F32, shape) for name, shape in SHAPES.items()))
 Request = weight_update_pb2.UpdateWeightsRequest

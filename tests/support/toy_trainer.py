@@ -9,7 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +17,13 @@ from typing import Any
 
 from engine_agent.agent import EngineSettings, run_engine
 from engine_agent.memory_engine import MemorySettings
+from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import SHAPES, Script
 from trainer_agent import wire
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.rank.devices import CPU_DEVICE_VARIABLE
 
 SMALL_CHUNK_BYTES = 64 * 1024
 
@@ -76,12 +78,25 @@ class ToyTrainer:
 
     async def start_ranks(self, script: Script, world: int = 2, **environment: str) -> list[RankProcess]:
         """One life of ranks; returns once they were started, not joined."""
-        self.ranks = []
-        for rank in range(world):
-            ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
-            socket = {wire.RANK_SOCKET_VARIABLE: str(self.directory / "ranks.sock")}
-            self.ranks.append(await RankProcess.start(script, {**ids, **socket, **environment}))
+        self.ranks = [await self._start(script, rank, world, environment) for rank in range(world)]
         return self.ranks
+
+    async def join_ranks_in(self, order: Sequence[int], script: Script, devices: Sequence[int]) -> list[RankProcess]:
+        """One life of ranks, of which each starts when the one before it in `order` has connected. Rank i computes on
+        CPU device `devices[i]`. The result is by rank."""
+        started: dict[int, RankProcess] = {}
+        for rank in order:
+            device = {CPU_DEVICE_VARIABLE: str(devices[rank])}
+            started[rank] = await self._start(script, rank, len(devices), device)
+            self.ranks = list(started.values())
+            await eventually(lambda: len(self.agent.pids) == len(self.ranks), within=60)
+        self.ranks = [started[rank] for rank in range(len(devices))]
+        return self.ranks
+
+    async def _start(self, script: Script, rank: int, world: int, environment: Mapping[str, str]) -> RankProcess:
+        ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        socket = {wire.RANK_SOCKET_VARIABLE: str(self.directory / "ranks.sock")}
+        return await RankProcess.start(script, {**ids, **socket, **environment})
 
     async def close(self) -> None:
         for rank in self.ranks:

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from rich.console import Console
 
+from controlplane.cli.crew import Crew, marked
 from controlplane.cli.demo import parts
-from controlplane.cli.demo.crew import Crew, marked
 from controlplane.cli.demo.memory import tree_pss_bytes
 from controlplane.cli.demo.outcome import Outcome
 from controlplane.cli.demo.places import SHARED_MEMORY, Places, places

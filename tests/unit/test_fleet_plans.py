@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Stage
+from controlplane.core.errors import EngineMisfit
 from controlplane.core.plan import HOST_MEMORY, EnginePlace, LinkFate, Load, Plan, RankPlace, Transport
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, TrainerId, UpdateId
-from tests.unit.test_fleet_core import POLICY, RUN, Fleet
+from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
 
 ALL = frozenset(Transport) - {Transport.CHECKPOINT}
 LOAD = Load(tensor_count=3, byte_count=1000, chunk_bytes=100, largest_module_bytes=400)
@@ -127,3 +130,25 @@ def test_an_open_update_keeps_its_plan() -> None:
     f.engine("e1")
     f.stage(session, "e0", update, Stage.READY)
     assert f.core.updates[UpdateId("u1")].plan.digest == before
+
+
+def test_g4_an_engine_that_does_not_fit_is_refused_also_while_its_trainer_is_cut_off_for_a_moment() -> None:
+    f = Fleet()
+    session = sender(f)
+    f.handle(events.SessionEnded(session, goodbye=False))
+    with pytest.raises(EngineMisfit, match=r"e0: 1 of its 2 devices .* missing: dev-9"):
+        f.engine("e0", devices=("dev-r0", "dev-9"))
+    assert "e0" not in f.core.engines
+
+
+def test_g4_a_trainer_that_comes_back_is_not_refused_for_an_engine_that_came_meanwhile() -> None:
+    f = Fleet()
+    session = sender(f)
+    f.handle(events.SessionEnded(session, goodbye=False))
+    f.pass_time(TTL + 1.0)
+    f.engine("e0", devices=("dev-r0", "dev-9"))
+    f.engine("good")
+    sender(f, held=1)
+    sent_away = [x.error for x in f.batches[-1] if isinstance(x, events.CloseSession)]
+    assert [type(error) for error in sent_away] == [EngineMisfit]
+    assert [a.engine.engine_id for a in begin(f, "u1").assignments] == ["good"]

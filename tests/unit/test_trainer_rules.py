@@ -20,6 +20,7 @@ from trainer_agent.agent.plans import check_plan, for_rank, push_plan
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.chunking import ALIGNMENT_BYTES, plan_segment
 from trainer_agent.parts import SHARED_MEMORY
 from trainer_agent.rank.gather import shared_slots
 from weightplane.local.v1 import rank_pb2
@@ -82,6 +83,8 @@ def test_a_hello_says_how_much_will_be_sent_from_declared_shapes() -> None:
     assert load_of(MODEL, 512) == fleet_pb2.Load(
         tensor_count=6, byte_count=8 + 3 * 400 + 4, chunk_bytes=512, largest_module_bytes=800
     )
+    padding = plan_segment(MODEL, 512).byte_count - load_of(MODEL, 512).byte_count
+    assert 0 <= padding < ALIGNMENT_BYTES * len(MODEL.tensors), "a rank's segment holds no more than it said"
     hello = complete_set(connection(0), connection(1)).hello("run", "trainer", 512)
     assert hello.load == fleet_pb2.Load(tensor_count=1, byte_count=8, chunk_bytes=512, largest_module_bytes=8)
     assert weight_update_pb2.TRANSPORT_SHARED_MEMORY in hello.transports

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from controlplane.cli.demo.crew import Child, Crew
+from controlplane.cli.crew import Child, Crew
 from controlplane.cli.demo.places import Places
 from controlplane.cli.demo.settings import DemoModel, DemoSettings
 from controlplane.cli.demo.verify import KV_CACHE_BYTES, MAX_MODEL_LEN

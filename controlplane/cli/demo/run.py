@@ -19,8 +19,8 @@ from typing import Any
 
 from rich.console import Console
 
+from controlplane.cli.crew import Child, Crew, died
 from controlplane.cli.demo import parts, verify
-from controlplane.cli.demo.crew import Child, Crew, died
 from controlplane.cli.demo.fleet_watch import FleetWatch
 from controlplane.cli.demo.memory import PeakMemory
 from controlplane.cli.demo.outcome import Outcome

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import grpc
 
-from controlplane.cli.demo.crew import Child, Crew, died
+from controlplane.cli.crew import Child, Crew, died
 from controlplane.cli.demo.places import Places
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, WeightVersion

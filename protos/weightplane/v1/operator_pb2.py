@@ -27,15 +27,20 @@ from weightplane.v1 import engine_pb2 as weightplane_dot_v1_dot_engine__pb2
 from weightplane.v1 import fleet_pb2 as weightplane_dot_v1_dot_fleet__pb2
 from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
+from weightplane.v1 import weight_update_pb2 as weightplane_dot_v1_dot_weight__update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dweightplane/v1/operator.proto\x12\x0eweightplane.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/fleet.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"|\n\x0fRollbackRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12\x18\n\x05model\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x06number\x18\x03 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x1c\n\nrequest_id\x18\x04 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\"\x86\x01\n\x10RollbackResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12/\n\x08restores\x18\x03 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\"N\n\x13\x41\x63\x63\x65ptLedgerRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12\x1e\n\x0b\x61\x63\x63\x65pted_by\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"E\n\x14\x41\x63\x63\x65ptLedgerResponse\x12\x18\n\x10\x63oordinator_term\x18\x01 \x01(\x03\x12\x13\n\x0bnext_number\x18\x02 \x01(\x03\"*\n\x0fGetFleetRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\"<\n\x10GetFleetResponse\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.weightplane.v1.FleetView\",\n\x11WatchFleetRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\">\n\x12WatchFleetResponse\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.weightplane.v1.FleetView\"\xc9\x02\n\tFleetView\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x10\x63oordinator_term\x18\x02 \x01(\x03\x12\x12\n\nrecovering\x18\x03 \x01(\x08\x12)\n\x05state\x18\x04 \x01(\x0b\x32\x1a.weightplane.v1.FleetState\x12+\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.EngineView\x12-\n\x08trainers\x18\x06 \x03(\x0b\x32\x1b.weightplane.v1.TrainerView\x12,\n\x07updates\x18\x07 \x03(\x0b\x32\x1b.weightplane.v1.UpdateState\x12/\n\x0b\x63heckpoints\x18\x08 \x03(\x0b\x32\x1a.weightplane.v1.Checkpoint\x12\x18\n\x10ledger_regressed\x18\t \x01(\t\"\xc2\x02\n\nEngineView\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\r\n\x05known\x18\x02 \x01(\x08\x12/\n\x0breport_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08routable\x18\x04 \x01(\x08\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x06 \x03(\t\x12.\n\x07\x64\x65sired\x18\x07 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12-\n\nconditions\x18\x08 \x03(\x0b\x32\x19.weightplane.v1.Condition\x12\r\n\x05group\x18\t \x01(\t\x12\x0c\n\x04unit\x18\n \x01(\t\x12\x10\n\x08\x63\x61tch_up\x18\x0b \x01(\t\"\xe0\x01\n\x0bTrainerView\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12-\n\x06status\x18\x05 \x01(\x0b\x32\x1d.weightplane.v1.TrainerStatus\x12\x11\n\tconnected\x18\x06 \x01(\x08\x12\x35\n\x11lease_expire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrank_count\x18\x08 \x01(\x05\x32\xda\x02\n\x08Operator\x12M\n\x08GetFleet\x12\x1f.weightplane.v1.GetFleetRequest\x1a .weightplane.v1.GetFleetResponse\x12U\n\nWatchFleet\x12!.weightplane.v1.WatchFleetRequest\x1a\".weightplane.v1.WatchFleetResponse0\x01\x12M\n\x08Rollback\x12\x1f.weightplane.v1.RollbackRequest\x1a .weightplane.v1.RollbackResponse\x12Y\n\x0c\x41\x63\x63\x65ptLedger\x12#.weightplane.v1.AcceptLedgerRequest\x1a$.weightplane.v1.AcceptLedgerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1dweightplane/v1/operator.proto\x12\x0eweightplane.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/fleet.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\x99\x01\n\x0bPlanRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12\x16\n\x05model\x18\x02 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12,\n\ttransport\x18\x03 \x01(\x0e\x32\x19.weightplane.v1.Transport\x12+\n\tlink_fate\x18\x04 \x01(\x0e\x32\x18.weightplane.v1.LinkFate\"\xf4\x02\n\x0cPlanResponse\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x12\n\ntrainer_id\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12\x12\n\nrank_count\x18\x05 \x01(\x05\x12\"\n\x04load\x18\x06 \x01(\x0b\x32\x14.weightplane.v1.Load\x12\"\n\x04plan\x18\x07 \x01(\x0b\x32\x14.weightplane.v1.Plan\x12+\n\x07senders\x18\x08 \x03(\x0b\x32\x1a.weightplane.v1.SenderCost\x12+\n\x07\x65ngines\x18\t \x03(\x0b\x32\x1a.weightplane.v1.EngineCost\x12/\n\x08left_out\x18\n \x03(\x0b\x32\x1d.weightplane.v1.LeftOutEngine\x12-\n\x08problems\x18\x0b \x03(\x0b\x32\x1b.weightplane.v1.PlanProblem\x12\r\n\x05notes\x18\x0c \x03(\t\"\xba\x01\n\nSenderCost\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\'\n\x04sent\x18\x03 \x03(\x0b\x32\x19.weightplane.v1.SentBytes\x12\x19\n\x0cmemory_bytes\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12 \n\x13\x64\x65vice_memory_bytes\x18\x05 \x01(\x03H\x01\x88\x01\x01\x42\x0f\n\r_memory_bytesB\x16\n\x14_device_memory_bytes\"u\n\tSentBytes\x12,\n\ttransport\x18\x01 \x01(\x0e\x32\x19.weightplane.v1.Transport\x12\x12\n\nengine_ids\x18\x02 \x03(\t\x12\x17\n\nbyte_count\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_byte_count\"{\n\nEngineCost\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\x1a\n\rstaging_bytes\x18\x02 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rloading_bytes\x18\x03 \x01(\x03H\x01\x88\x01\x01\x42\x10\n\x0e_staging_bytesB\x10\n\x0e_loading_bytes\"1\n\rLeftOutEngine\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05\x63\x61use\x18\x02 \x01(\t\".\n\x0bPlanProblem\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\"|\n\x0fRollbackRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12\x18\n\x05model\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x06number\x18\x03 \x01(\x03\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x1c\n\nrequest_id\x18\x04 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\"\x86\x01\n\x10RollbackResponse\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12/\n\x08restores\x18\x03 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\"N\n\x13\x41\x63\x63\x65ptLedgerRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12\x1e\n\x0b\x61\x63\x63\x65pted_by\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"E\n\x14\x41\x63\x63\x65ptLedgerResponse\x12\x18\n\x10\x63oordinator_term\x18\x01 \x01(\x03\x12\x13\n\x0bnext_number\x18\x02 \x01(\x03\"*\n\x0fGetFleetRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\"<\n\x10GetFleetResponse\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.weightplane.v1.FleetView\",\n\x11WatchFleetRequest\x12\x17\n\x06run_id\x18\x01 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\">\n\x12WatchFleetResponse\x12(\n\x05\x66leet\x18\x01 \x01(\x0b\x32\x19.weightplane.v1.FleetView\"\xc9\x02\n\tFleetView\x12\x0e\n\x06run_id\x18\x01 \x01(\t\x12\x18\n\x10\x63oordinator_term\x18\x02 \x01(\x03\x12\x12\n\nrecovering\x18\x03 \x01(\x08\x12)\n\x05state\x18\x04 \x01(\x0b\x32\x1a.weightplane.v1.FleetState\x12+\n\x07\x65ngines\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.EngineView\x12-\n\x08trainers\x18\x06 \x03(\x0b\x32\x1b.weightplane.v1.TrainerView\x12,\n\x07updates\x18\x07 \x03(\x0b\x32\x1b.weightplane.v1.UpdateState\x12/\n\x0b\x63heckpoints\x18\x08 \x03(\x0b\x32\x1a.weightplane.v1.Checkpoint\x12\x18\n\x10ledger_regressed\x18\t \x01(\t\"\xc2\x02\n\nEngineView\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\r\n\x05known\x18\x02 \x01(\x08\x12/\n\x0breport_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08routable\x18\x04 \x01(\x08\x12\x10\n\x08\x65ndpoint\x18\x05 \x01(\t\x12\x14\n\x0c\x64\x65vice_uuids\x18\x06 \x03(\t\x12.\n\x07\x64\x65sired\x18\x07 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12-\n\nconditions\x18\x08 \x03(\x0b\x32\x19.weightplane.v1.Condition\x12\r\n\x05group\x18\t \x01(\t\x12\x0c\n\x04unit\x18\n \x01(\t\x12\x10\n\x08\x63\x61tch_up\x18\x0b \x01(\t\"\xe0\x01\n\x0bTrainerView\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0c\n\x04term\x18\x04 \x01(\x03\x12-\n\x06status\x18\x05 \x01(\x0b\x32\x1d.weightplane.v1.TrainerStatus\x12\x11\n\tconnected\x18\x06 \x01(\x08\x12\x35\n\x11lease_expire_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nrank_count\x18\x08 \x01(\x05\x32\x9d\x03\n\x08Operator\x12M\n\x08GetFleet\x12\x1f.weightplane.v1.GetFleetRequest\x1a .weightplane.v1.GetFleetResponse\x12U\n\nWatchFleet\x12!.weightplane.v1.WatchFleetRequest\x1a\".weightplane.v1.WatchFleetResponse0\x01\x12M\n\x08Rollback\x12\x1f.weightplane.v1.RollbackRequest\x1a .weightplane.v1.RollbackResponse\x12Y\n\x0c\x41\x63\x63\x65ptLedger\x12#.weightplane.v1.AcceptLedgerRequest\x1a$.weightplane.v1.AcceptLedgerResponse\x12\x41\n\x04Plan\x12\x1b.weightplane.v1.PlanRequest\x1a\x1c.weightplane.v1.PlanResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'weightplane.v1.operator_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_PLANREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_PLANREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\003(\200\001'
+  _globals['_PLANREQUEST'].fields_by_name['model']._loaded_options = None
+  _globals['_PLANREQUEST'].fields_by_name['model']._serialized_options = b'\212\350\030\003(\200\001'
   _globals['_ROLLBACKREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_ROLLBACKREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\003(\200\001'
   _globals['_ROLLBACKREQUEST'].fields_by_name['model']._loaded_options = None
@@ -52,28 +57,42 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETFLEETREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\003(\200\001'
   _globals['_WATCHFLEETREQUEST'].fields_by_name['run_id']._loaded_options = None
   _globals['_WATCHFLEETREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\003(\200\001'
-  _globals['_ROLLBACKREQUEST']._serialized_start=197
-  _globals['_ROLLBACKREQUEST']._serialized_end=321
-  _globals['_ROLLBACKRESPONSE']._serialized_start=324
-  _globals['_ROLLBACKRESPONSE']._serialized_end=458
-  _globals['_ACCEPTLEDGERREQUEST']._serialized_start=460
-  _globals['_ACCEPTLEDGERREQUEST']._serialized_end=538
-  _globals['_ACCEPTLEDGERRESPONSE']._serialized_start=540
-  _globals['_ACCEPTLEDGERRESPONSE']._serialized_end=609
-  _globals['_GETFLEETREQUEST']._serialized_start=611
-  _globals['_GETFLEETREQUEST']._serialized_end=653
-  _globals['_GETFLEETRESPONSE']._serialized_start=655
-  _globals['_GETFLEETRESPONSE']._serialized_end=715
-  _globals['_WATCHFLEETREQUEST']._serialized_start=717
-  _globals['_WATCHFLEETREQUEST']._serialized_end=761
-  _globals['_WATCHFLEETRESPONSE']._serialized_start=763
-  _globals['_WATCHFLEETRESPONSE']._serialized_end=825
-  _globals['_FLEETVIEW']._serialized_start=828
-  _globals['_FLEETVIEW']._serialized_end=1157
-  _globals['_ENGINEVIEW']._serialized_start=1160
-  _globals['_ENGINEVIEW']._serialized_end=1482
-  _globals['_TRAINERVIEW']._serialized_start=1485
-  _globals['_TRAINERVIEW']._serialized_end=1709
-  _globals['_OPERATOR']._serialized_start=1712
-  _globals['_OPERATOR']._serialized_end=2058
+  _globals['_PLANREQUEST']._serialized_start=234
+  _globals['_PLANREQUEST']._serialized_end=387
+  _globals['_PLANRESPONSE']._serialized_start=390
+  _globals['_PLANRESPONSE']._serialized_end=762
+  _globals['_SENDERCOST']._serialized_start=765
+  _globals['_SENDERCOST']._serialized_end=951
+  _globals['_SENTBYTES']._serialized_start=953
+  _globals['_SENTBYTES']._serialized_end=1070
+  _globals['_ENGINECOST']._serialized_start=1072
+  _globals['_ENGINECOST']._serialized_end=1195
+  _globals['_LEFTOUTENGINE']._serialized_start=1197
+  _globals['_LEFTOUTENGINE']._serialized_end=1246
+  _globals['_PLANPROBLEM']._serialized_start=1248
+  _globals['_PLANPROBLEM']._serialized_end=1294
+  _globals['_ROLLBACKREQUEST']._serialized_start=1296
+  _globals['_ROLLBACKREQUEST']._serialized_end=1420
+  _globals['_ROLLBACKRESPONSE']._serialized_start=1423
+  _globals['_ROLLBACKRESPONSE']._serialized_end=1557
+  _globals['_ACCEPTLEDGERREQUEST']._serialized_start=1559
+  _globals['_ACCEPTLEDGERREQUEST']._serialized_end=1637
+  _globals['_ACCEPTLEDGERRESPONSE']._serialized_start=1639
+  _globals['_ACCEPTLEDGERRESPONSE']._serialized_end=1708
+  _globals['_GETFLEETREQUEST']._serialized_start=1710
+  _globals['_GETFLEETREQUEST']._serialized_end=1752
+  _globals['_GETFLEETRESPONSE']._serialized_start=1754
+  _globals['_GETFLEETRESPONSE']._serialized_end=1814
+  _globals['_WATCHFLEETREQUEST']._serialized_start=1816
+  _globals['_WATCHFLEETREQUEST']._serialized_end=1860
+  _globals['_WATCHFLEETRESPONSE']._serialized_start=1862
+  _globals['_WATCHFLEETRESPONSE']._serialized_end=1924
+  _globals['_FLEETVIEW']._serialized_start=1927
+  _globals['_FLEETVIEW']._serialized_end=2256
+  _globals['_ENGINEVIEW']._serialized_start=2259
+  _globals['_ENGINEVIEW']._serialized_end=2581
+  _globals['_TRAINERVIEW']._serialized_start=2584
+  _globals['_TRAINERVIEW']._serialized_end=2808
+  _globals['_OPERATOR']._serialized_start=2811
+  _globals['_OPERATOR']._serialized_end=3224
 # @@protoc_insertion_point(module_scope)

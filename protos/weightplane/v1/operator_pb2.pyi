@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from weightplane.v1 import engine_pb2 as _engine_pb2
 from weightplane.v1 import fleet_pb2 as _fleet_pb2
 from weightplane.v1 import version_pb2 as _version_pb2
+from weightplane.v1 import weight_update_pb2 as _weight_update_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,6 +22,296 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class PlanRequest(_message.Message):
+    """Asks for a dry run."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    LINK_FATE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    model: _builtins.str
+    """The model. Empty: the one that has a trainer."""
+    transport: _weight_update_pb2.Transport.ValueType
+    """As if the coordinator's setting were this. Not set: its setting."""
+    link_fate: _weight_update_pb2.LinkFate.ValueType
+    """As if the coordinator's setting were this. Not set: its setting."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        transport: _weight_update_pb2.Transport.ValueType = ...,
+        link_fate: _weight_update_pb2.LinkFate.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["link_fate", b"link_fate", "model", b"model", "run_id", b"run_id", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanRequest: _TypeAlias = PlanRequest  # noqa: Y015
+
+@_typing.final
+class PlanResponse(_message.Message):
+    """What an update would do and cost. All sizes are absent where the trainer did not state what it sends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TRAINER_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    RANK_COUNT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    SENDERS_FIELD_NUMBER: _builtins.int
+    ENGINES_FIELD_NUMBER: _builtins.int
+    LEFT_OUT_FIELD_NUMBER: _builtins.int
+    PROBLEMS_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    model: _builtins.str
+    """The model."""
+    trainer_id: _builtins.str
+    """Who would begin it."""
+    term: _builtins.int
+    """Under which term."""
+    rank_count: _builtins.int
+    """Its ranks."""
+    @_builtins.property
+    def load(self) -> _fleet_pb2.Load:
+        """What it sends, as it said."""
+
+    @_builtins.property
+    def plan(self) -> _fleet_pb2.Plan:
+        """The plan. Empty if no engine takes part, or nobody knows yet whose devices are whose."""
+
+    @_builtins.property
+    def senders(self) -> _containers.RepeatedCompositeFieldContainer[Global___SenderCost]:
+        """Each rank that sends, by rank."""
+
+    @_builtins.property
+    def engines(self) -> _containers.RepeatedCompositeFieldContainer[Global___EngineCost]:
+        """Each engine of the plan, in its order."""
+
+    @_builtins.property
+    def left_out(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeftOutEngine]:
+        """Engines of the model that take no part."""
+
+    @_builtins.property
+    def problems(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlanProblem]:
+        """What would refuse the update if it began now."""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What refuses nothing, and may surprise."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        trainer_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        rank_count: _builtins.int = ...,
+        load: _fleet_pb2.Load | None = ...,
+        plan: _fleet_pb2.Plan | None = ...,
+        senders: _abc.Iterable[Global___SenderCost] | None = ...,
+        engines: _abc.Iterable[Global___EngineCost] | None = ...,
+        left_out: _abc.Iterable[Global___LeftOutEngine] | None = ...,
+        problems: _abc.Iterable[Global___PlanProblem] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engines", b"engines", "left_out", b"left_out", "load", b"load", "model", b"model", "notes", b"notes", "plan", b"plan", "problems", b"problems", "rank_count", b"rank_count", "run_id", b"run_id", "senders", b"senders", "term", b"term", "trainer_id", b"trainer_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanResponse: _TypeAlias = PlanResponse  # noqa: Y015
+
+@_typing.final
+class SenderCost(_message.Message):
+    """What a rank would send, and need for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
+    SENT_FIELD_NUMBER: _builtins.int
+    MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_BYTES_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The rank."""
+    host_id: _builtins.str
+    """Its host."""
+    memory_bytes: _builtins.int
+    """Host memory that it needs beside the model: the whole version where any of it is in shared memory, else two
+    chunks. A trainer that keeps checkpoints, or the bytes for deltas, keeps whole versions beside that.
+    """
+    device_memory_bytes: _builtins.int
+    """Device memory that it needs beside the model: two chunks with TRANSPORT_CUDA_IPC."""
+    @_builtins.property
+    def sent(self) -> _containers.RepeatedCompositeFieldContainer[Global___SentBytes]:
+        """What it sends by each transport."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        host_id: _builtins.str = ...,
+        sent: _abc.Iterable[Global___SentBytes] | None = ...,
+        memory_bytes: _builtins.int | None = ...,
+        device_memory_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_memory_bytes", b"_device_memory_bytes", "_memory_bytes", b"_memory_bytes", "device_memory_bytes", b"device_memory_bytes", "memory_bytes", b"memory_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_memory_bytes", b"_device_memory_bytes", "_memory_bytes", b"_memory_bytes", "device_memory_bytes", b"device_memory_bytes", "host_id", b"host_id", "memory_bytes", b"memory_bytes", "rank", b"rank", "sent", b"sent"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__device_memory_bytes: _TypeAlias = _typing.Literal["device_memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__device_memory_bytes: _TypeAlias = _typing.Literal["_device_memory_bytes", b"_device_memory_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__memory_bytes: _TypeAlias = _typing.Literal["memory_bytes"]  # noqa: Y015
+    _WhichOneofArgType__memory_bytes: _TypeAlias = _typing.Literal["_memory_bytes", b"_memory_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__device_memory_bytes) -> _WhichOneofReturnType__device_memory_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__memory_bytes) -> _WhichOneofReturnType__memory_bytes | None: ...
+
+Global___SenderCost: _TypeAlias = SenderCost  # noqa: Y015
+
+@_typing.final
+class SentBytes(_message.Message):
+    """What a rank would send by one transport."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRANSPORT_FIELD_NUMBER: _builtins.int
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    transport: _weight_update_pb2.Transport.ValueType
+    """By which."""
+    byte_count: _builtins.int
+    """Bytes that leave the rank: by reference once, inline once for each engine, by broadcast once for each link. Of
+    whole versions: an update that sends what changed may be much smaller.
+    """
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """To whom, in the order of the plan."""
+
+    def __init__(
+        self,
+        *,
+        transport: _weight_update_pb2.Transport.ValueType = ...,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        byte_count: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "byte_count", b"byte_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "byte_count", b"byte_count", "engine_ids", b"engine_ids", "transport", b"transport"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
+    _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__byte_count) -> _WhichOneofReturnType__byte_count | None: ...
+
+Global___SentBytes: _TypeAlias = SentBytes  # noqa: Y015
+
+@_typing.final
+class EngineCost(_message.Message):
+    """What an engine would need."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    STAGING_BYTES_FIELD_NUMBER: _builtins.int
+    LOADING_BYTES_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    staging_bytes: _builtins.int
+    """Host memory beside the model until it is installed: nothing where the sender's is read in place, else the whole
+    version.
+    """
+    loading_bytes: _builtins.int
+    """Device memory beside the model while it is installed: the largest module, with TRANSPORT_CUDA_IPC two chunks more."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        staging_bytes: _builtins.int | None = ...,
+        loading_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_loading_bytes", b"_loading_bytes", "_staging_bytes", b"_staging_bytes", "loading_bytes", b"loading_bytes", "staging_bytes", b"staging_bytes"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_loading_bytes", b"_loading_bytes", "_staging_bytes", b"_staging_bytes", "engine_id", b"engine_id", "loading_bytes", b"loading_bytes", "staging_bytes", b"staging_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__loading_bytes: _TypeAlias = _typing.Literal["loading_bytes"]  # noqa: Y015
+    _WhichOneofArgType__loading_bytes: _TypeAlias = _typing.Literal["_loading_bytes", b"_loading_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__staging_bytes: _TypeAlias = _typing.Literal["staging_bytes"]  # noqa: Y015
+    _WhichOneofArgType__staging_bytes: _TypeAlias = _typing.Literal["_staging_bytes", b"_staging_bytes"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__loading_bytes) -> _WhichOneofReturnType__loading_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__staging_bytes) -> _WhichOneofReturnType__staging_bytes | None: ...
+
+Global___EngineCost: _TypeAlias = EngineCost  # noqa: Y015
+
+@_typing.final
+class LeftOutEngine(_message.Message):
+    """An engine that takes no part."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """The engine."""
+    cause: _builtins.str
+    """Why, for people."""
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "engine_id", b"engine_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeftOutEngine: _TypeAlias = LeftOutEngine  # noqa: Y015
+
+@_typing.final
+class PlanProblem(_message.Message):
+    """What would refuse an update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """ErrorInfo reason."""
+    message: _builtins.str
+    """For people."""
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlanProblem: _TypeAlias = PlanProblem  # noqa: Y015
 
 @_typing.final
 class RollbackRequest(_message.Message):

@@ -55,6 +55,11 @@ class OperatorStub:
                 request_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.FromString,
                 _registered_method=True)
+        self.Plan = channel.unary_unary(
+                '/weightplane.v1.Operator/Plan',
+                request_serializer=weightplane_dot_v1_dot_operator__pb2.PlanRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_operator__pb2.PlanResponse.FromString,
+                _registered_method=True)
 
 
 class OperatorServicer:
@@ -101,6 +106,16 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Plan(self, request, context):
+        """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
+        written, no number is used, nobody is told. What would keep the update from beginning is in the answer.
+
+        Errors: WRONG_RUN, INVALID_REQUEST (no trainer of that model is known, or several are and none was named).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_OperatorServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +138,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.AcceptLedger,
                     request_deserializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.SerializeToString,
+            ),
+            'Plan': grpc.unary_unary_rpc_method_handler(
+                    servicer.Plan,
+                    request_deserializer=weightplane_dot_v1_dot_operator__pb2.PlanRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_operator__pb2.PlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -234,6 +254,33 @@ class Operator:
             '/weightplane.v1.Operator/AcceptLedger',
             weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
             weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Plan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Operator/Plan',
+            weightplane_dot_v1_dot_operator__pb2.PlanRequest.SerializeToString,
+            weightplane_dot_v1_dot_operator__pb2.PlanResponse.FromString,
             options,
             channel_credentials,
             insecure,

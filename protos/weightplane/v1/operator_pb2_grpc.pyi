@@ -57,6 +57,12 @@ class OperatorStub:
 
     Idempotent. Errors: WRONG_RUN.
     """
+    Plan: _grpc.UnaryUnaryMultiCallable[_operator_pb2.PlanRequest, _operator_pb2.PlanResponse]
+    """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
+    written, no number is used, nobody is told. What would keep the update from beginning is in the answer.
+
+    Errors: WRONG_RUN, INVALID_REQUEST (no trainer of that model is known, or several are and none was named).
+    """
 
 @_typing.type_check_only
 class OperatorAsyncStub(OperatorStub):
@@ -86,6 +92,12 @@ class OperatorAsyncStub(OperatorStub):
     the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
 
     Idempotent. Errors: WRONG_RUN.
+    """
+    Plan: _aio.UnaryUnaryMultiCallable[_operator_pb2.PlanRequest, _operator_pb2.PlanResponse]  # type: ignore[assignment]
+    """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
+    written, no number is used, nobody is told. What would keep the update from beginning is in the answer.
+
+    Errors: WRONG_RUN, INVALID_REQUEST (no trainer of that model is known, or several are and none was named).
     """
 
 class OperatorServicer(metaclass=_abc_1.ABCMeta):
@@ -137,6 +149,18 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
         the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
 
         Idempotent. Errors: WRONG_RUN.
+        """
+
+    @_abc_1.abstractmethod
+    def Plan(
+        self,
+        request: _operator_pb2.PlanRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.PlanResponse, _abc.Awaitable[_operator_pb2.PlanResponse]]:
+        """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
+        written, no number is used, nobody is told. What would keep the update from beginning is in the answer.
+
+        Errors: WRONG_RUN, INVALID_REQUEST (no trainer of that model is known, or several are and none was named).
         """
 
 def add_OperatorServicer_to_server(servicer: OperatorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -1,8 +1,8 @@
-"""The demo's processes: started, watched, ended in order.
+"""The processes that a command starts on this machine: started, watched, ended in order.
 
-Promises: a process that ends though it should live ends the demo, with its name, its code and the last lines of its
-log; at the end nothing that any of them started is left, wherever it moved to, since each inherits a mark in its
-environment. Each is the leader of its own session, so that Ctrl-C reaches only the demo, which then ends them.
+Promises: what one of them died of can be told with its name, its code and the last lines of its log; at the end nothing
+that any of them started is left, wherever it moved to, since each inherits a mark in its environment. Each is the
+leader of its own session, so that Ctrl-C reaches only the command, which then ends them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from controlplane.exit_codes import ExitCode
 
 T = TypeVar("T")
 
-MARK_VARIABLE = "WEIGHTPLANE_DEMO"
+MARK_VARIABLE = "WEIGHTPLANE_CREW"
 STOP_SECONDS = 20.0
 """For an orderly end of one process, before it is killed."""
 KILL_SECONDS = 5.0
@@ -36,7 +36,7 @@ LOG_LINE_WIDTH = 240
 
 @dataclass(frozen=True)
 class Child:
-    """One process of the demo."""
+    """One process of a crew."""
 
     name: str
     command: str
@@ -50,7 +50,7 @@ class Child:
 
 
 class Crew:
-    """Every process of one demo. `mark` is unique to it; `environment` is added to the demo's own for all of them."""
+    """Every process of one command. `mark` is unique to it; `environment` is added to its own for all of them."""
 
     def __init__(self, logs: Path, mark: str, environment: Mapping[str, str]) -> None:
         self._logs = logs
@@ -61,9 +61,9 @@ class Crew:
         """Set at a second Ctrl-C: from then on nobody is asked, everybody is killed."""
 
     async def start(self, name: str, words: Iterable[str], *, command: str = "") -> Child:
-        """Start a process whose output goes to `logs/NAME.log`."""
+        """Start a process whose output goes to the end of `logs/NAME.log`."""
         log = self._logs / f"{name}.log"
-        with log.open("wb") as output:
+        with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
                 *words,
                 stdin=asyncio.subprocess.DEVNULL,
@@ -77,7 +77,7 @@ class Crew:
         return child
 
     async def weightplane(self, name: str, *words: str) -> Child:
-        """Start a daemon of ours that ends when the demo does, however that comes about."""
+        """Start a daemon of ours that ends when this command does, however that comes about."""
         command, *rest = words
         own = [sys.executable, "-m", "controlplane.cli.main", command, "--die-with-parent", str(os.getpid())]
         return await self.start(name, [*own, *rest], command=command)
@@ -149,7 +149,7 @@ def died(child: Child) -> CommandFailed:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes of this user that carry the demo's mark, this one excepted."""
+    """Processes of this user that carry the mark, this one excepted."""
     wanted = f"{MARK_VARIABLE}={mark}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -1,0 +1,1 @@
+"""`weightplane up`: a whole fleet file on this machine."""
