@@ -15,8 +15,6 @@ from controlplane.core.errors import DeadlineExceeded, FrameOutOfOrder, Weightpl
 from controlplane.rpc.errors import RemoteError, from_rpc_error
 from weightplane.v1 import version_pb2, weight_update_pb2
 
-ACCEPT_SECONDS = 30.0
-"""Longest wait for the answer to `open`; an engine agent judges it without touching its engine."""
 ABORT_SECONDS = 3.0
 """How long an engine agent may take to confirm an abort; without its word its reads count as going on."""
 MAX_HEARD = 8
@@ -40,13 +38,14 @@ async def hear_all(call: Call, frames: Frames) -> None:
     await frames.put(None)
 
 
-async def accepted_frame(frames: Frames) -> weight_update_pb2.UpdateAccepted:
+async def accepted_frame(frames: Frames, seconds: float) -> weight_update_pb2.UpdateAccepted:
+    """The answer to `open`. Raises DeadlineExceeded."""
     try:
-        async with asyncio.timeout(ACCEPT_SECONDS):
+        async with asyncio.timeout(seconds):
             return (await expect(frames, "accepted")).accepted
     except TimeoutError:
         raise DeadlineExceeded(
-            phase="open", waited_for="the engine agent to judge it", waited_seconds=ACCEPT_SECONDS
+            phase="open", waited_for="the engine agent to judge it", waited_seconds=seconds
         ) from None
 
 

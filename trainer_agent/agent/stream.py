@@ -215,7 +215,7 @@ class EngineStream:
         failpoints.hit("trainer.before_open")
         await call.write(Request(open=await self._open()))
         self._opened = True
-        accepted = await accepted_frame(frames)
+        accepted = await accepted_frame(frames, self.way.accept_seconds)
         self.accepted = True
         failpoints.hit("trainer.after_open")
         if not accepted.attached:
