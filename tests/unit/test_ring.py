@@ -8,6 +8,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controlplane.core.errors import SlotMismatch
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.agent.announced import Announced
 from trainer_agent.agent.chunk_log import ChunkLog
@@ -137,3 +138,10 @@ async def test_a_stream_begins_anew_only_while_its_first_chunk_is_certainly_ther
     log = ChunkLog(ring=ring)
     log.mark_read(read)
     assert log.again is again
+
+
+async def test_a_link_is_made_by_the_leader_of_its_engines_alone() -> None:
+    said, _ = announced(push_plan(("e0", [0], BROADCAST), ("e1", [1], BROADCAST)))
+    said.check_link(0, rank_pb2.LinkMade(engine_ids=["e0"]))
+    with pytest.raises(SlotMismatch, match="who leads"):
+        said.check_link(0, rank_pb2.LinkMade(engine_ids=["e0", "e1"]))

@@ -117,8 +117,9 @@ class Push:
         """A leader announced everything."""
         self._take(lambda said: said.take_end(rank, end))
 
-    def take_link(self, made: rank_pb2.LinkMade) -> None:
+    def take_link(self, rank: int, made: rank_pb2.LinkMade) -> None:
         """A leader listens for a link's engines."""
+        self._take(lambda said: said.check_link(rank, made))
         for stream in self._streams:
             if stream.engine_id in made.engine_ids and isinstance(stream.way, ByLink):
                 stream.way.made(made)
