@@ -32,6 +32,9 @@ _c10d: Any = dist
 
 _PLACE = re.compile(r"^\[[^\]]*\] ")
 
+_making = threading.Lock()
+"""Held while gloo begins to listen somewhere: where is seen by what listens then and not before."""
+
 Between = Callable[[], None]
 """Called while waiting; raises when the wait has lost its sense."""
 
@@ -52,9 +55,10 @@ class Group:
         if device is not None and device.type == "cuda":
             self._group = _nccl(store, rank, size)
             return
-        before = listeners()
-        made = _c10d.ProcessGroupGloo.create_device(hostname=host)
-        own = next(iter(listeners() - before), (host, 0))
+        with _making:
+            before = listeners()
+            made = _c10d.ProcessGroupGloo.create_device(hostname=host)
+            own = next(iter(listeners() - before), (host, 0))
         store.set(f"address/{rank}", f"{own[0]} {own[1]}")
         self._group = _gloo(store, rank, size, made)
         self.sockets = Sockets([own], [_address(store, r) for r in range(size) if r != rank])

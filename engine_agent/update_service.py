@@ -8,7 +8,7 @@ With the checkpoint transport the writer sends no bytes: the agent reads them, w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,14 +38,12 @@ from engine_agent.receivers import (
 )
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.threads import in_thread
+from engine_agent.update_reader import FrameReader, Frames, untimely
 from weightplane.v1 import weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-Frames = AsyncIterator[weight_update_pb2.UpdateWeightsRequest]
 Response = weight_update_pb2.UpdateWeightsResponse
-READY_IDLE_SECONDS = 600.0
-"""Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
 READER = "weightplane-checkpoint"
 """Name of the threads that read checkpoints."""
 JOINER = "weightplane-link"
@@ -72,7 +70,7 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
     async def UpdateWeights(self, request_iterator: Frames, context: Any) -> AsyncIterator[Response]:
         life = self._holder.life
         stream, ended = life.new_stream()
-        reader = _Reader(request_iterator, ended, self._idle_seconds)
+        reader = FrameReader(request_iterator, ended, self._idle_seconds)
         attempt = _Attempt(life, stream, reader, self._rules)
         cause, reason = "the stream ended without a commit", "UPDATE_ABORTED"
         try:
@@ -93,59 +91,6 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
             life.end_stream(stream, cause, reason)
 
 
-class _Reader:
-    """The next frame, within the idle limit; or the error with which another event ended the stream."""
-
-    def __init__(self, frames: Frames, ended: asyncio.Future[e.WeightplaneError], idle_seconds: float) -> None:
-        self._frames = aiter(frames)
-        self._ended = ended
-        self._idle_seconds = idle_seconds
-        self._pending: asyncio.Future[weight_update_pb2.UpdateWeightsRequest | None] | None = None
-
-    async def next(self, *, ready: bool = False) -> weight_update_pb2.UpdateWeightsRequest | None:
-        """None at the end of the stream. Raises the ending error, or UpdateAborted after silence.
-
-        `ready`: only the commit is missing, which waits for the slowest engine of the fleet.
-        """
-        limit = READY_IDLE_SECONDS if ready else self._idle_seconds
-        frame = self._coming()
-        ends: set[asyncio.Future[Any]] = {frame, self._ended}
-        await asyncio.wait(ends, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
-        if self._ended.done():
-            raise self._ended.result()
-        if not frame.done():
-            raise e.UpdateAborted(update_id="", cause=f"no frame for {limit} s")
-        self._pending = None
-        return frame.result()
-
-    async def during(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do `work`, for which the writer only waits. Its end, its abort and any other frame end the work too."""
-        task, frame = asyncio.ensure_future(work), self._coming()
-        try:
-            ends: set[asyncio.Future[Any]] = {task, frame, self._ended}
-            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self._ended.done():
-                raise self._ended.result()
-            if not task.done():
-                raise _untimely(frame.result())
-            task.result()
-        finally:
-            task.cancel()
-            task.add_done_callback(_seen)
-
-    def close(self) -> None:
-        if self._pending is not None:
-            self._pending.cancel()
-
-    def _coming(self) -> asyncio.Future[weight_update_pb2.UpdateWeightsRequest | None]:
-        if self._pending is None:
-            self._pending = asyncio.ensure_future(self._next_or_none())
-        return self._pending
-
-    async def _next_or_none(self) -> weight_update_pb2.UpdateWeightsRequest | None:
-        return await anext(self._frames, None)
-
-
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """By which ways bytes may come."""
@@ -163,7 +108,7 @@ class _Rules:
 class _Attempt:
     """One stream."""
 
-    def __init__(self, life: EngineLife, stream: int, reader: _Reader, rules: _Rules) -> None:
+    def __init__(self, life: EngineLife, stream: int, reader: FrameReader, rules: _Rules) -> None:
         self._life = life
         self._stream = stream
         self._reader = reader
@@ -207,6 +152,8 @@ class _Attempt:
         tensors = 0
         while not parts or len(parts) < parts[0].count:
             frame = await self._reader.next()
+            if frame is not None and frame.WhichOneof("frame") == "abort":
+                raise untimely(frame)
             if frame is None or frame.WhichOneof("frame") != "layout_part":
                 got = "the end" if frame is None else str(frame.WhichOneof("frame"))
                 raise e.FrameOutOfOrder(expected=f"layout part {len(parts)}", got=got)
@@ -308,7 +255,7 @@ class _Attempt:
                 self._commit(frame.commit)
                 return
             else:
-                raise _untimely(frame)
+                raise untimely(frame)
 
     async def _take_chunk(self, version: WeightVersion, chunk: weight_update_pb2.Chunk) -> AsyncIterator[Response]:
         event = frames.chunk_event(self._stream, chunk)
@@ -345,24 +292,8 @@ class _Attempt:
         self._life.start_install(_only(events.StartInstall, self._life.apply(event)))
 
 
-def _seen(task: asyncio.Future[None]) -> None:
-    """Of work that was ended nobody wants the error."""
-    if not task.cancelled():
-        task.exception()
-
-
 def _only(kind: type, effects: list[events.Effect]) -> Any:
     return next(effect for effect in effects if isinstance(effect, kind))
-
-
-def _untimely(frame: weight_update_pb2.UpdateWeightsRequest | None) -> e.WeightplaneError:
-    """The writer's end, or a frame that does not belong where it came."""
-    kind = frame.WhichOneof("frame") if frame is not None else None
-    if frame is None:
-        return e.UpdateAborted(update_id="", cause="the stream ended without a commit")
-    if kind == "abort":
-        return e.UpdateAborted(update_id="", cause=frame.abort.reason or "the writer gave up")
-    return e.FrameOutOfOrder(expected="what the last answer asked for", got=str(kind))
 
 
 def _check_manifest(opened: weight_update_pb2.UpdateOpen, manifest: CheckpointManifest) -> None:

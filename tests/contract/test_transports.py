@@ -97,7 +97,7 @@ async def both_sides(
                 await rank.close()
 
 
-def engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> EngineSettings:
+def engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor], **more: Any) -> EngineSettings:
     dtype = DTYPES[next(iter(tensors.values())).dtype]
     return EngineSettings(
         engine_id=engine_id,
@@ -107,7 +107,18 @@ def engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor
         backend="memory",
         memory=MemorySettings(tensors={n: tuple(t.shape) for n, t in tensors.items()}, dtype=dtype),
         stream_idle_seconds=10.0,
+        **more,
     )
+
+
+def nothing(step: int) -> dict[str, torch.Tensor]:
+    return {"none": torch.zeros(0, 8), "no rows": torch.zeros(3, 0)}
+
+
+def strided(step: int) -> dict[str, torch.Tensor]:
+    """Larger than a chunk, and cut in the middle of rows."""
+    grid = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700) + step
+    return {"transposed": grid.t(), "every other": grid[::2, 1::2], "flat": grid[0]}
 
 
 def nothing_staged(own_segments: int) -> bool:
@@ -137,9 +148,6 @@ async def test_three_updates_in_a_row_arrive_bit_for_bit_split_tensors_and_odd_s
 
 @every_way
 async def test_g8_an_empty_chunk_is_legal(tmp_path: Path, way: Way) -> None:
-    def nothing(step: int) -> dict[str, torch.Tensor]:
-        return {"none": torch.zeros(0, 8), "no rows": torch.zeros(3, 0)}
-
     async with both_sides(tmp_path, way, tensors=nothing) as both:
         for step in (1, 2):
             assert (await both.rank.push(step)).outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
@@ -147,11 +155,6 @@ async def test_g8_an_empty_chunk_is_legal(tmp_path: Path, way: Way) -> None:
 
 @every_way
 async def test_tensors_that_are_no_runs_of_memory_arrive_as_their_logical_values(tmp_path: Path, way: Way) -> None:
-    def strided(step: int) -> dict[str, torch.Tensor]:
-        """Larger than a chunk, and cut in the middle of rows."""
-        grid = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700) + step
-        return {"transposed": grid.t(), "every other": grid[::2, 1::2], "flat": grid[0]}
-
     async with both_sides(tmp_path, way, engines=1, tensors=strided) as both:
         await both.rank.push(1)
         assert await both.holds("e0", strided(1))
@@ -243,6 +246,24 @@ async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_sta
         assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
         await both.rank.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
+
+
+@pytest.mark.parametrize("tensors", [tensors_of, nothing, strided], ids=["odd", "empty", "strided"])
+async def test_by_checkpoint_a_late_engine_gets_the_same_bytes_without_a_sender(
+    tmp_path: Path, tensors: Callable[[int], Mapping[str, torch.Tensor]]
+) -> None:
+    kept = next(w for w in WAYS if w.checkpoints)
+    async with both_sides(tmp_path, kept, engines=1, tensors=tensors) as both:
+        await both.rank.push(1)
+        late = engine(both.fleet, "late", tensors(0), checkpoint_root=tmp_path / "checkpoints")
+        both.fleet._start("late", run_engine, late)
+        await both.fleet.wait_for_engines(2)
+
+        async def has_it() -> bool:
+            return await both.fleet.applied("late") == 1
+
+        await eventually(has_it, within=20)
+        assert await both.holds("late", tensors(1))
 
 
 @every_ring

@@ -132,6 +132,8 @@ async def test_inv6_the_same_update_again_after_its_commit_gets_its_outcome(flee
         ({"model": "teacher"}, "WRONG_MODEL"),
         ({"engine": version_pb2.EngineRef(engine_id="e0", incarnation="old")}, "WRONG_INCARNATION"),
         ({"writer_term": 0}, "INVALID_MESSAGE"),
+        ({"transport": weight_update_pb2.TRANSPORT_CUDA_IPC}, "UNSUPPORTED_BY_ENGINE"),
+        ({"transport": weight_update_pb2.TRANSPORT_BROADCAST}, "INVALID_MESSAGE"),  # without a link
         (
             {"manifest": weight_update_pb2.Manifest(layout_digest=b"x" * 32, tensor_count=2, byte_count=4060)},
             "LAYOUT_UNKNOWN",

@@ -39,6 +39,11 @@ def test_a_unit_is_named_with_its_size() -> None:
         (["unit=pair"], "unit and unit_size go together"),
         (["unit_size=2"], "unit and unit_size go together"),
         (["unit=pair", "unit_size=-1"], "unit and unit_size go together"),
+        (
+            ['transports=["inline", "pigeon"]'],
+            r"no transports: \['pigeon'\]; there are shared_memory, inline, broadcast",
+        ),
+        (['transports=["shared_memory"]'], "every engine takes inline"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(words: list[str], problem: str) -> None:

@@ -50,6 +50,10 @@ class Announced:
         for log in self._logs(rank, end.engine_ids):
             log.finish(end)
 
+    def check_link(self, rank: int, made: rank_pb2.LinkMade) -> None:
+        """A link is its engines' leader's. Raises SlotMismatch."""
+        self._logs(rank, made.engine_ids)
+
     def _logs(self, rank: int, engine_ids: Sequence[str]) -> list[ChunkLog]:
         for engine_id in engine_ids:
             if self._leaders.get(engine_id) != rank:

@@ -26,13 +26,14 @@ from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent.agent import outcome
 from trainer_agent.agent.announced import Announced, Release
+from trainer_agent.agent.answers import ABORT_SECONDS
 from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
 from trainer_agent.agent.checkpoint_files import Whole
 from trainer_agent.agent.checkpoints import CheckpointKeeper
 from trainer_agent.agent.plans import check_plan, push_plan
 from trainer_agent.agent.reasons import update_passes
-from trainer_agent.agent.stream import ABORT_SECONDS, Cargo, EngineStream, StreamEnd
+from trainer_agent.agent.stream import Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import DECIDED, UpdateWatch
 from trainer_agent.agent.ways import ByLink
@@ -116,8 +117,9 @@ class Push:
         """A leader announced everything."""
         self._take(lambda said: said.take_end(rank, end))
 
-    def take_link(self, made: rank_pb2.LinkMade) -> None:
+    def take_link(self, rank: int, made: rank_pb2.LinkMade) -> None:
         """A leader listens for a link's engines."""
+        self._take(lambda said: said.check_link(rank, made))
         for stream in self._streams:
             if stream.engine_id in made.engine_ids and isinstance(stream.way, ByLink):
                 stream.way.made(made)

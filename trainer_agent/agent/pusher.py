@@ -64,7 +64,7 @@ class Pusher:
         elif self._push is not None and request.HasField("push_end"):
             self._push.take_end(rank.rank, request.push_end)
         elif self._push is not None and request.HasField("link_made"):
-            self._push.take_link(request.link_made)
+            self._push.take_link(rank.rank, request.link_made)
 
     def fail(self, error: WeightplaneError) -> None:
         """The push, or the waiting for one, is over for everybody."""

@@ -12,40 +12,37 @@ import random
 from contextlib import suppress
 from dataclasses import dataclass
 
-import grpc
 import structlog
 
 from controlplane import failpoints
 from controlplane.core.errors import (
     DeadlineExceeded,
-    FrameOutOfOrder,
     NotWelcomed,
     UpdateAborted,
     UpdateInProgress,
     WeightplaneError,
 )
-from controlplane.rpc.errors import RemoteError, from_rpc_error
+from controlplane.rpc.errors import RemoteError
+from trainer_agent.agent.answers import (
+    ABORT_SECONDS,
+    MAX_HEARD,
+    Call,
+    Frames,
+    Request,
+    accepted_frame,
+    expect,
+    hear_all,
+    say_abort,
+    typed,
+)
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.reasons import TRANSIENT_CODES
 from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 from trainer_agent.agent.watch import UpdateWatch
 from trainer_agent.agent.ways import Way, make_way
-from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc
+from weightplane.v1 import fleet_pb2, weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)
-
-ACCEPT_SECONDS = 30.0
-"""Longest wait for the answer to `open`; an engine agent judges it without touching its engine."""
-ABORT_SECONDS = 3.0
-"""How long an engine agent may take to confirm an abort; without its word its reads count as going on."""
-MAX_HEARD = 8
-"""Frames from the agent that may wait here: it says three things in a stream, apart from releases."""
-MAX_REASON_LENGTH = 4096
-
-Call = grpc.aio.StreamStreamCall[weight_update_pb2.UpdateWeightsRequest, weight_update_pb2.UpdateWeightsResponse]
-Request = weight_update_pb2.UpdateWeightsRequest
-Frames = asyncio.Queue[weight_update_pb2.UpdateWeightsResponse | None]
-"""What the agent said; None: it ended the stream."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +176,7 @@ class EngineStream:
         call = self._stub.UpdateWeights()
         frames: Frames = asyncio.Queue(MAX_HEARD)
         self._opened = self._handed = False
-        hear = asyncio.create_task(_hear(call, frames))
+        hear = asyncio.create_task(hear_all(call, frames))
         work = asyncio.create_task(self._work(call, frames))
         abort = asyncio.create_task(self._abort.wait())
         tasks = {hear, work, abort}
@@ -203,12 +200,12 @@ class EngineStream:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             if self._opened:
-                await _say_abort(call, self._cargo.open.version, self._abort_reason or str(ours))
+                await say_abort(call, self._cargo.open.version, self._abort_reason or str(ours))
                 await asyncio.wait({hear}, timeout=ABORT_SECONDS)
         told = hear.exception() if hear.done() else None
-        error = _typed(told or ours)
+        error = typed(told or ours)
         # A clean end or an ErrorInfo is the agent's own word that it reads no more; a broken connection is nobody's.
-        if self._handed and (not hear.done() or (told is not None and isinstance(_typed(told), RemoteError))):
+        if self._handed and (not hear.done() or (told is not None and isinstance(typed(told), RemoteError))):
             self._untold = True
         if self._abort_reason and isinstance(error, RemoteError):
             return UpdateAborted(update_id=self._cargo.open.update_id, cause=self._abort_reason)
@@ -218,7 +215,7 @@ class EngineStream:
         failpoints.hit("trainer.before_open")
         await call.write(Request(open=await self._open()))
         self._opened = True
-        accepted = await _accepted(frames)
+        accepted = await accepted_frame(frames, self.way.accept_seconds)
         self.accepted = True
         failpoints.hit("trainer.after_open")
         if not accepted.attached:
@@ -226,7 +223,7 @@ class EngineStream:
             if accepted.layout_needed:
                 await self._send_layout(call)
             await self._send_chunks(call)
-            await _expect(frames, "ready")
+            await expect(frames, "ready")
             self.ready = self._received = True
             await self._watch.go()
             failpoints.hit("trainer.before_commit")
@@ -234,7 +231,7 @@ class EngineStream:
             await call.write(Request(commit=self._commit()))
             failpoints.hit("trainer.after_commit")
         self._commit_sent = True
-        await _expect(frames, "applied")
+        await expect(frames, "applied")
 
     async def _open(self) -> weight_update_pb2.UpdateOpen:
         frame = weight_update_pb2.UpdateOpen()
@@ -276,50 +273,3 @@ class EngineStream:
             byte_count=end.byte_count,
             content_digest=end.content_digest,
         )
-
-
-async def _hear(call: Call, frames: Frames) -> None:
-    """What the agent says, until its stream ends; raises its status if that is an error.
-
-    Releases of single chunks are dropped: the segment is one, and is judged by the stream's end.
-    """
-    async for frame in call:
-        if not frame.HasField("chunk_released"):
-            await frames.put(frame)
-    await frames.put(None)
-
-
-async def _accepted(frames: Frames) -> weight_update_pb2.UpdateAccepted:
-    try:
-        async with asyncio.timeout(ACCEPT_SECONDS):
-            return (await _expect(frames, "accepted")).accepted
-    except TimeoutError:
-        raise DeadlineExceeded(
-            phase="open", waited_for="the engine agent to judge it", waited_seconds=ACCEPT_SECONDS
-        ) from None
-
-
-async def _expect(frames: Frames, kind: str) -> weight_update_pb2.UpdateWeightsResponse:
-    frame = await frames.get()
-    if frame is None:
-        raise RemoteError(code="UNAVAILABLE", text=f"the engine agent ended the stream before `{kind}`")
-    if frame.WhichOneof("frame") != kind:
-        raise FrameOutOfOrder(expected=kind, got=str(frame.WhichOneof("frame")))
-    return frame
-
-
-async def _say_abort(call: Call, version: version_pb2.WeightVersion, reason: str) -> None:
-    """The abort frame, and then the agent's confirmation, both within limits."""
-    frame = weight_update_pb2.Abort(version=version, reason=reason[:MAX_REASON_LENGTH])
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-        async with asyncio.timeout(ABORT_SECONDS):
-            await call.write(Request(abort=frame))
-            await call.done_writing()
-
-
-def _typed(error: BaseException | None) -> WeightplaneError:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return from_rpc_error(error)
-    if isinstance(error, WeightplaneError):
-        return error
-    return RemoteError(code="UNAVAILABLE", text=f"the stream ended early ({error!r})" if error else "it ended early")

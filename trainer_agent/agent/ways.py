@@ -19,6 +19,11 @@ from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 KNOWN = frozenset({parts.SHARED_MEMORY, parts.INLINE, parts.BROADCAST})
 """Transports that there is a way for."""
+ACCEPT_SECONDS = 30.0
+"""An engine agent judges `open` without touching its engine."""
+MEET_SECONDS = 60.0
+"""What it may take beyond that to meet everybody in a link, and to get the probe: above what both ends give themselves,
+so that they say first what is wrong."""
 
 
 class Way(Protocol):
@@ -26,6 +31,8 @@ class Way(Protocol):
 
     hands_out: bool
     """Engines read the leader's own memory: it is in doubt while they may (INV-12)."""
+    accept_seconds: float
+    """Longest wait for the answer to `open`."""
 
     @property
     def again(self) -> bool:
@@ -49,6 +56,7 @@ class ByReference:
     """shared_memory: handles go on as they came."""
 
     hands_out = True
+    accept_seconds = ACCEPT_SECONDS
     again = True
 
     async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
@@ -65,6 +73,7 @@ class Inline:
     """inline: the bytes are read here, out of the leader's memory, and travel in the frames."""
 
     hands_out = False
+    accept_seconds = ACCEPT_SECONDS
 
     def __init__(self, chunks: ChunkLog) -> None:
         self._chunks = chunks
@@ -88,6 +97,7 @@ class ByLink:
     """broadcast: the bytes go over the leader's link, beside the stream; an engine comes to it once."""
 
     hands_out = False
+    accept_seconds = ACCEPT_SECONDS + MEET_SECONDS
     again = False
 
     def __init__(self, engine_id: str, fate: weight_update_pb2.LinkFate.ValueType) -> None:

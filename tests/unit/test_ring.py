@@ -1,0 +1,147 @@
+"""A ring of two chunks: what is exported through it, and when a half may be written again (INV-12)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from controlplane.core.errors import SlotMismatch
+from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
+from trainer_agent.agent.announced import Announced
+from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.chunking import SegmentPlan, plan_segment
+from trainer_agent.parts import BROADCAST, INLINE, SHARED_MEMORY, keeps_whole, parts_of
+from trainer_agent.rank.exporter import Exporter, copy_elements
+from trainer_agent.rank.memory import RingMemory, ring_bytes
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import version_pb2
+
+# ---- the rank's side ----
+
+
+class Readers:
+    """Reads a chunk at the last moment that the ring gives it: when the exporter asks whether it is free."""
+
+    def __init__(self, plan: SegmentPlan, memory: bytearray) -> None:
+        self.ring = RingMemory(plan, memoryview(memory), self.wait_free)
+        self.waiting: dict[int, tuple[int, int]] = {}
+        self.read: list[bytes] = []
+        self._memory = memory
+
+    def wait_free(self, index: int) -> None:
+        start, size = self.waiting.pop(index)
+        self.read.append(bytes(self._memory[start : start + size]))
+
+
+@given(sizes=st.lists(st.integers(0, 700), min_size=1, max_size=30), limit=st.sampled_from([64, 128, 256, 1024]))
+def test_a_reader_as_late_as_the_ring_allows_gets_every_byte(sizes: list[int], limit: int) -> None:
+    tensors = [(f"t{i}", torch.randint(0, 256, (n,), dtype=torch.uint8)) for i, n in enumerate(sizes)]
+    layout = Layout(tuple(TensorSpec(n, DType.U8, tuple(t.shape)) for n, t in tensors))
+    plan = plan_segment(layout, limit)
+    readers = Readers(plan, bytearray(ring_bytes(plan)))
+    exporter, got = Exporter(layout, plan, readers.ring), [bytearray(n) for n in sizes]
+    chunks = []
+    for chunk in exporter.chunks(iter(tensors)):
+        readers.waiting[chunk.index] = (chunk.start, chunk.byte_count)
+        chunks.append(chunk)
+    for index in sorted(readers.waiting):
+        readers.wait_free(index)
+    for chunk, data in zip(chunks, readers.read, strict=True):
+        for r in chunk.records:
+            got[r.tensor][r.tensor_offset : r.tensor_offset + r.byte_count] = data[r.buffer_offset :][: r.byte_count]
+    assert [bytes(g) for g in got] == [t.numpy().tobytes() for _, t in tensors]
+    assert exporter.content_digest == content_digest([xxhash.xxh3_64_digest(t.numpy().tobytes()) for _, t in tensors])
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    order=st.randoms(use_true_random=False),
+    cut=st.integers(1, 40),
+)
+def test_a_tensor_in_any_memory_order_is_copied_in_logical_order_by_any_pieces(
+    shape: list[int], order: object, cut: int
+) -> None:
+    whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
+    axes = list(range(len(shape)))
+    order.shuffle(axes)  # type: ignore[attr-defined]
+    tensor = whole.permute(axes)
+    target = torch.empty(tensor.numel(), dtype=torch.int32)
+    for first in range(0, tensor.numel(), cut):
+        copy_elements(tensor, first, target[first : first + cut])
+    assert torch.equal(target, tensor.reshape(-1))
+
+
+# ---- the plan's side ----
+
+
+def push_plan(*assignments: tuple[str, list[int], int], keep_whole: bool = False) -> rank_pb2.PushPlan:
+    plan = rank_pb2.PushPlan(keep_whole=keep_whole)
+    for engine_id, ranks, transport in assignments:
+        ref = version_pb2.EngineRef(engine_id=engine_id, incarnation="i")
+        plan.assignments.add(
+            engine=ref, ranks=ranks, leader=ranks[0], transport=transport, device_uuids=[f"d{r}" for r in ranks]
+        )
+    return plan
+
+
+def test_memory_is_whole_only_where_somebody_reads_it_whole() -> None:
+    assert not keeps_whole(push_plan(("e0", [0], INLINE), ("e1", [0], BROADCAST)), 0)
+    assert keeps_whole(push_plan(("e0", [0], INLINE), ("e1", [0], SHARED_MEMORY)), 0)
+    assert keeps_whole(push_plan(("e0", [0], INLINE), keep_whole=True), 0)
+
+
+def test_ranks_that_do_not_lead_export_only_where_they_hand_memory_out() -> None:
+    plan = push_plan(("e0", [0, 1], INLINE), ("e1", [0, 1], SHARED_MEMORY), ("e2", [0, 1], BROADCAST))
+    assert [p.transport for p in parts_of(plan, 1)] == [SHARED_MEMORY]
+    assert sorted(p.transport for p in parts_of(plan, 0)) == sorted([INLINE, SHARED_MEMORY, BROADCAST])
+
+
+# ---- the agent's side ----
+
+
+def announced(plan: rank_pb2.PushPlan) -> tuple[Announced, list[tuple[int, int]]]:
+    released: list[tuple[int, int]] = []
+    return Announced(plan, lambda rank, chunk: released.append((rank, chunk))), released
+
+
+async def test_inv12_a_chunk_is_released_when_the_slowest_of_its_readers_has_read_it() -> None:
+    said, released = announced(push_plan(("e0", [0], INLINE), ("e1", [0], INLINE), ("e2", [1], INLINE)))
+    said.logs["e0"].mark_read(0)
+    said.logs["e0"].mark_read(1)
+    assert released == []
+    said.logs["e1"].mark_read(0)
+    assert released == [(0, 0)]
+    said.logs["e2"].mark_read(0)
+    assert released == [(0, 0), (1, 0)]
+
+
+async def test_a_stream_that_is_over_holds_nobody_up_and_a_broadcast_one_never_does() -> None:
+    said, released = announced(push_plan(("e0", [0], INLINE), ("e1", [0], INLINE), ("e2", [0], BROADCAST)))
+    said.logs["e0"].mark_read(3)
+    said.logs["e1"].mark_over()
+    assert released == [(0, 3)]
+
+
+async def test_whole_memory_is_not_released_chunk_by_chunk() -> None:
+    said, released = announced(push_plan(("e0", [0], INLINE), keep_whole=True))
+    said.logs["e0"].mark_read(0)
+    assert released == []
+
+
+@pytest.mark.parametrize(("ring", "read", "again"), [(True, -1, True), (True, 0, False), (False, 5, True)])
+async def test_a_stream_begins_anew_only_while_its_first_chunk_is_certainly_there(
+    ring: bool, read: int, again: bool
+) -> None:
+    log = ChunkLog(ring=ring)
+    log.mark_read(read)
+    assert log.again is again
+
+
+async def test_a_link_is_made_by_the_leader_of_its_engines_alone() -> None:
+    said, _ = announced(push_plan(("e0", [0], BROADCAST), ("e1", [1], BROADCAST)))
+    said.check_link(0, rank_pb2.LinkMade(engine_ids=["e0"]))
+    with pytest.raises(SlotMismatch, match="who leads"):
+        said.check_link(0, rank_pb2.LinkMade(engine_ids=["e0", "e1"]))

@@ -1,0 +1,75 @@
+"""What an engine agent answers in one attempt of a stream, and how its end reads.
+
+Promises: its own word comes before what gRPC makes of a broken connection; giving up is said, and confirmed within a
+limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import grpc
+
+from controlplane.core.errors import DeadlineExceeded, FrameOutOfOrder, WeightplaneError
+from controlplane.rpc.errors import RemoteError, from_rpc_error
+from weightplane.v1 import version_pb2, weight_update_pb2
+
+ABORT_SECONDS = 3.0
+"""How long an engine agent may take to confirm an abort; without its word its reads count as going on."""
+MAX_HEARD = 8
+"""Frames from the agent that may wait here: it says three things in a stream, apart from releases."""
+MAX_REASON_LENGTH = 4096
+
+Call = grpc.aio.StreamStreamCall[weight_update_pb2.UpdateWeightsRequest, weight_update_pb2.UpdateWeightsResponse]
+Request = weight_update_pb2.UpdateWeightsRequest
+Frames = asyncio.Queue[weight_update_pb2.UpdateWeightsResponse | None]
+"""What the agent said; None: it ended the stream."""
+
+
+async def hear_all(call: Call, frames: Frames) -> None:
+    """What the agent says, until its stream ends; raises its status if that is an error.
+
+    Releases of single chunks are dropped: the segment is one, and is judged by the stream's end.
+    """
+    async for frame in call:
+        if not frame.HasField("chunk_released"):
+            await frames.put(frame)
+    await frames.put(None)
+
+
+async def accepted_frame(frames: Frames, seconds: float) -> weight_update_pb2.UpdateAccepted:
+    """The answer to `open`. Raises DeadlineExceeded."""
+    try:
+        async with asyncio.timeout(seconds):
+            return (await expect(frames, "accepted")).accepted
+    except TimeoutError:
+        raise DeadlineExceeded(
+            phase="open", waited_for="the engine agent to judge it", waited_seconds=seconds
+        ) from None
+
+
+async def expect(frames: Frames, kind: str) -> weight_update_pb2.UpdateWeightsResponse:
+    frame = await frames.get()
+    if frame is None:
+        raise RemoteError(code="UNAVAILABLE", text=f"the engine agent ended the stream before `{kind}`")
+    if frame.WhichOneof("frame") != kind:
+        raise FrameOutOfOrder(expected=kind, got=str(frame.WhichOneof("frame")))
+    return frame
+
+
+async def say_abort(call: Call, version: version_pb2.WeightVersion, reason: str) -> None:
+    """The abort frame, and then the agent's confirmation, both within limits."""
+    frame = weight_update_pb2.Abort(version=version, reason=reason[:MAX_REASON_LENGTH])
+    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+        async with asyncio.timeout(ABORT_SECONDS):
+            await call.write(Request(abort=frame))
+            await call.done_writing()
+
+
+def typed(error: BaseException | None) -> WeightplaneError:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return from_rpc_error(error)
+    if isinstance(error, WeightplaneError):
+        return error
+    return RemoteError(code="UNAVAILABLE", text=f"the stream ended early ({error!r})" if error else "it ended early")
