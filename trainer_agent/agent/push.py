@@ -97,6 +97,8 @@ class Push:
     _started: float = 0.0
     _announced: Announced | None = None
     _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
+    assignments: list[fleet_pb2.Assignment] = field(default_factory=list)
+    """Of the plan."""
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -133,6 +135,11 @@ class Push:
         else:
             # Whoever left the link first says why on its stream, at the same moment.
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
+
+    @property
+    def digest(self) -> bytes:
+        """Content digest, once a leader announced everything."""
+        return b"" if self._announced is None else self._announced.digest
 
     def _take(self, act: Callable[[Announced], None]) -> None:
         """What comes without a plan belongs to no push."""
@@ -183,6 +190,7 @@ class Push:
         watching = asyncio.create_task(watch.run())
         try:
             check_plan(begun.plan, self.context.world_size)
+            self.assignments = list(begun.plan.assignments)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
             plan = push_plan(
                 begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self.context.checkpoints is not None

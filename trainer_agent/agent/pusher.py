@@ -17,6 +17,7 @@ from trainer_agent.agent.plans import for_rank
 from trainer_agent.agent.push import Push, PushContext
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
+from trainer_agent.agent.serving import Serving
 from trainer_agent.wire import typed_error
 from weightplane.local.v1 import rank_pb2
 
@@ -27,6 +28,8 @@ FIRST_RETRY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 5.0
 RETRY_SECONDS_LEFT = 5.0
 """With less time than this left a failed push is not repeated."""
+OTHERS_END_SECONDS = 0.5
+"""A rank that dies breaks collectives of the others, who may tell of that sooner than the kernel of the death."""
 
 
 class Pusher:
@@ -46,6 +49,7 @@ class Pusher:
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
         """Attempts of the present push that failed."""
+        self._serving = Serving(ranks, context)
 
     def begin(self, rank: RankConnection, begin: rank_pb2.PushBegin) -> None:
         """A rank entered push()."""
@@ -78,6 +82,7 @@ class Pusher:
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._serving.close()
 
     async def idle(self) -> None:
         """Wait until no push runs."""
@@ -98,7 +103,9 @@ class Pusher:
         self._failures = self._failures + 1 if result.retry else 0
         self._push = None
         if not result.error_reason:  # committed, also if it was fenced since: the ranks hear both, in this order
+            begun = dict(self._begun)
             self._answer(result)
+            self._serving.follow(push, begun, result.state, left)
         if isinstance(push.error, StaleTerm):
             self._fenced(push.error)
         if result.error_reason:
@@ -116,19 +123,24 @@ class Pusher:
             return failed(PeerLost(peer="the trainer agent", cause=repr(error)), None, released=False)
 
     def _new_push(self, limit: float) -> Push:
-        steps = {r: b.step for r, b in sorted(self._begun.items())}
+        begun = sorted(self._begun.items())
+        said: dict[str, dict[int, object]] = {
+            "the step": {r: b.step for r, b in begun},
+            "whether to wait for the push": {r: "push_async" if b.detached else "push" for r, b in begun},
+        }
         push = Push(
             self._context,
             term=self._ranks.term,
-            step=steps[0],
+            step=begun[0][1].step,
             limit_seconds=limit,
             first=self._failures == 0,
             send_plan=self._send_plan,
             release=self._release,
         )
-        if len(set(steps.values())) > 1:
-            push.fail(SlotMismatch(engine_id="every engine", what="the step", ranks=str(steps)))
-        elif self._ranks.lost is not None:
+        for what, by_rank in said.items():
+            if len(set(by_rank.values())) > 1:
+                push.fail(SlotMismatch(engine_id="every engine", what=what, ranks=str(by_rank)))
+        if self._ranks.lost is not None:
             push.fail(self._ranks.lost)
         return push
 
@@ -151,13 +163,16 @@ class Pusher:
         log.info("push_ended", reason=result.error_reason or "NONE", retry=result.retry, cause=result.error_message)
 
     def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:
-        """An error of ours is known to everybody; any other exception is the end of that rank."""
+        """An error of ours is known to everybody; any other exception is the end of that rank, or of one before it."""
+        push = self._push
         error = typed_error(what.error_reason, what.error_metadata, what.cause)
         if not what.error_reason:
             error = PeerLost(peer=f"rank {rank}", cause=what.cause)
-        if self._push is not None and isinstance(error, LinkFailed):
-            self._push.link_failed(error)
-        elif self._push is not None:
-            self._push.fail(error, final=not what.error_reason)
-        else:
+        if push is None:
             self.fail(error)
+        elif isinstance(error, LinkFailed):
+            push.link_failed(error)
+        elif what.error_reason:
+            push.fail(error)
+        else:  # a death that is told meanwhile is the first word
+            asyncio.get_running_loop().call_later(OTHERS_END_SECONDS, lambda: push.fail(error, final=True))
