@@ -27,7 +27,7 @@ from controlplane.core.errors import (
 from controlplane.rpc.channels import open_channel
 from trainer_agent import segments
 from trainer_agent.agent.avoided import Avoided
-from trainer_agent.agent.checkpoints import CheckpointKeeper
+from trainer_agent.agent.checkpoints import FINISH_SECONDS, CheckpointKeeper
 from trainer_agent.agent.lastlife import LastLife
 from trainer_agent.agent.push import PushContext
 from trainer_agent.agent.pusher import Pusher
@@ -75,6 +75,7 @@ class TrainerAgent:
         """Say goodbye, drop the ranks, sweep. The lease is given back."""
         if self._pusher is not None:
             await self._pusher.close()
+        await self._finish_checkpoint()
         if self._session is not None:
             await self._session.close(goodbye)
         await self._server.close()
@@ -206,12 +207,19 @@ class TrainerAgent:
         """Nobody is left: end the push, then sweep; engines may have read dead ranks' segments until now."""
         if self._pusher is not None:
             await self._pusher.idle()
+        if on_purpose:
+            await self._finish_checkpoint()
         segments.sweep()
         if self._set is not ranks:
             return
         if on_purpose and self._session is not None:
             await self._session.close("the ranks left")
         self.ended.set()
+
+    async def _finish_checkpoint(self) -> None:
+        """Before the lease is given back: it is published under it. One of a fenced trainer is of no use."""
+        if self._checkpoints is not None:
+            await self._checkpoints.finish(FINISH_SECONDS if self.refusal is None else 0.0)
 
     # ---- what the coordinator says (SessionEvents) ----
 
@@ -252,6 +260,7 @@ class TrainerAgent:
             parts=tuple(ranks.parts),
             chunk_bytes=self._settings.chunk_bytes,
             world_size=ranks.world_size,
+            fenced=lambda fence: self.refused(ranks.incarnation, fence),
             checkpoints=self._checkpoints,
             avoided=self._avoided,
             link_host=self._settings.link_host,

@@ -2,7 +2,7 @@
 
 Promises: the result is the coordinator's decision or the error that prevented one, never the fate of a stream
 (INV-8, INV-9); whatever happens it comes within the ranks' limit; after a failure no commit frame is sent. Memory is
-called free only if every engine said so (INV-12), and no checkpoint is written from it any more.
+called free only if every engine said so, and no checkpoint is written from it (INV-12).
 """
 
 from __future__ import annotations
@@ -69,6 +69,8 @@ class PushContext:
     parts: tuple[weight_update_pb2.LayoutPart, ...]
     chunk_bytes: int
     world_size: int
+    fenced: Callable[[StaleTerm], None]
+    """Told when something that goes on beside the pushes meets a later term."""
     avoided: Avoided = field(default_factory=Avoided)
     """Ways that did not work."""
     link_host: str = ""
@@ -94,11 +96,11 @@ class Push:
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
     _final: bool = False
+    _keeps: bool = False
+    """A checkpoint of it is due: the ranks keep the whole version until it is answered."""
     _started: float = 0.0
     _announced: Announced | None = None
     _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
-    assignments: list[fleet_pb2.Assignment] = field(default_factory=list)
-    """Of the plan."""
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -135,6 +137,11 @@ class Push:
         else:
             # Whoever left the link first says why on its stream, at the same moment.
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
+
+    @property
+    def assignments(self) -> Sequence[fleet_pb2.Assignment]:
+        """Of the plan."""
+        return self._begun.plan.assignments
 
     @property
     def digest(self) -> bytes:
@@ -190,11 +197,8 @@ class Push:
         watching = asyncio.create_task(watch.run())
         try:
             check_plan(begun.plan, self.context.world_size)
-            self.assignments = list(begun.plan.assignments)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
-            plan = push_plan(
-                begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self.context.checkpoints is not None
-            )
+            plan = self._push_plan(begun)
             self._announced = Announced(plan, self.release)
             self._open_streams(begun, watch, self._announced)
             self.send_plan(plan)
@@ -207,16 +211,19 @@ class Push:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         result = self._result(watch.state, ends)
-        if not result.error_reason and not await self._keep_checkpoint(watch.state):
+        if not result.error_reason and self._reads_on(watch.state):
             result.memory_released = False
         return result
 
-    async def _keep_checkpoint(self, state: fleet_pb2.UpdateState) -> bool:
-        """After a commit, while the ranks still wait: whether the segments are certainly not read for it any more."""
+    def _reads_on(self, state: fleet_pb2.UpdateState) -> bool:
+        """After a commit: whether a checkpoint is being written from the segments from now on."""
         keeper, said = self.context.checkpoints, self._announced
+        if keeper is None:
+            return False
+        keeper.committed()
         chunks = None if said is None else said.whole
-        if keeper is None or said is None or chunks is None or not keeper.due():
-            return True
+        if not self._keeps or said is None or chunks is None:
+            return False
         whole = Whole(
             run_id=self.context.run_id,
             model=self.context.model,
@@ -226,15 +233,12 @@ class Push:
             content_digest=said.digest,
             chunks=chunks,
         )
-        try:
-            return await keeper.keep(whole, self.context.stubs.fleet, self._started + self.limit_seconds)
-        except StaleTerm as fence:
-            self.fail(fence)
-            return True
-        except Exception:
-            # Supervises: the fleet serves the version, whatever is wrong with us. Who reads the memory is unknown.
-            log.exception("checkpoint_broke", step=self.step)
-            return False
+        return keeper.begin(whole, self.context.stubs.fleet, self.context.fenced)
+
+    def _push_plan(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushPlan:
+        keeper = self.context.checkpoints
+        self._keeps = keeper is not None and keeper.due()
+        return push_plan(begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self._keeps)
 
     def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch, said: Announced) -> None:
         cargo = self._cargo(begun)

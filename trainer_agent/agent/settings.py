@@ -54,7 +54,8 @@ class TrainerSettings:
     """Directory that the engines' nodes see too: committed versions are kept there, so that the coordinator can bring
     engines up to date and roll back. It is made if it is missing. None: no checkpoints."""
     checkpoint_every: int = 1
-    """Keep the first committed push, and then each so many-th. The ranks wait for it in `push`."""
+    """Keep the first committed push, and then each so many-th. Nobody waits for it; a push that comes while one is
+    written has none, and the next one has. Until it is written its ranks hold two copies of the weights in memory."""
     checkpoint_keep: int = 2
     """How many of them stay; older ones of this run and model are retired, then deleted."""
     stop_seconds: float = 30.0

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from controlplane.core.errors import IncompatibleNode, InvalidRequest, PeerLost
 from trainer_agent import wire
 
-STOP_SECONDS = 15.0
-"""How long a sidecar may take to end after its last rank left: it says goodbye and sweeps."""
+STOP_SECONDS = 45.0
+"""How long a sidecar may take to end after its last rank left: it ends the checkpoint that it writes, says goodbye and
+sweeps."""
 
 
 @dataclass(frozen=True, slots=True)
