@@ -26,10 +26,11 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.obedient import ObedientRanks
 from tests.support.toy_rank import SHAPES, Script, tensors_of
-from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
+from tests.support.toy_trainer import RankProcess, fleet_for_toys, start_engine, toy_trainer
 from trainer_agent.agent import checkpoints as keeping
 from trainer_agent.agent.checkpoint_files import Whole, write
 from trainer_agent.agent.frames import SegmentReader
+from trainer_agent.wire import RANK_SOCKET_VARIABLE
 from weightplane.v1 import fleet_pb2
 
 pytestmark = pytest.mark.timeout(240)
@@ -161,6 +162,20 @@ async def test_a_push_that_nobody_waited_for_is_kept_too(tmp_path: Path) -> None
         assert await ranks.leave() == [0, 0]
         [known] = await checkpoints(fleet)
         assert contents(root, known.name, read_manifest(root, known.name)) == pushed_contents(1)
+
+
+async def test_ranks_that_bring_their_own_agent_say_with_which_settings(tmp_path: Path) -> None:
+    root, config = tmp_path / "checkpoints", tmp_path / "trainer.toml"
+    config.write_text('checkpoint_root = "checkpoints"\n')
+    async with fleet_for_toys(tmp_path, engines=1) as fleet:
+        rank = await RankProcess.start(Script(coordinator=fleet.address, agent_config=str(config)), {})
+        assert await rank.code() == 0
+        assert [c.name for c in await checkpoints(fleet)] == names(root)
+        assert len(names(root)) == 1, "the agent ends after what it writes"
+        socket = {RANK_SOCKET_VARIABLE: str(tmp_path / "ranks.sock")}
+        given = await RankProcess.start(Script(coordinator=fleet.address, agent_config=str(config)), socket)
+        assert await given.code() == 0
+        assert "an agent was started before its ranks" in given.said("refused")[0]["text"]
 
 
 async def test_a_late_engine_holds_what_the_trainer_kept_though_no_trainer_lives(tmp_path: Path) -> None:

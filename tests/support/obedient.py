@@ -9,11 +9,14 @@ import asyncio
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from tests.support.eventually import eventually
 from tests.support.toy_rank import SHAPES, say, tensors_of
@@ -30,6 +33,10 @@ class Weights:
 
     def __init__(self) -> None:
         self.tensors = tensors_of(0)
+        self.stands_still_until: Path | None = None
+        """A file that an iteration waits for, in its middle."""
+        self.collective = False
+        """An iteration meets the other ranks at each tensor, as those of a model that is split over ranks do."""
 
     def metadata(self) -> Sequence[ParamMeta]:
         return [ParamMeta(name, torch.float32, shape) for name, shape in SHAPES.items()]
@@ -38,11 +45,22 @@ class Weights:
         return [("tied", "embed")]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        return iter(self.tensors.items())
+        for name, tensor in self.tensors.items():
+            if self.collective:
+                dist.barrier()
+            if name == "layer.1" and self.stands_still_until is not None:
+                stand_still(self.stands_still_until)
+            yield name, tensor
 
     def become(self, step: int) -> None:
         for name, tensor in tensors_of(step).items():
             self.tensors[name].copy_(tensor)
+
+
+def stand_still(until: Path) -> None:
+    """A process that lives and does not move."""
+    while not until.exists():
+        time.sleep(0.02)
 
 
 class Obedience:
@@ -59,6 +77,24 @@ class Obedience:
             self._rank.set_step(step)
             self._weights.become(step)
         return {}
+
+    def meet(self, at: str, world: int) -> dict[str, Any]:
+        """From now on the weights are read together."""
+        number = int(os.environ["RANK"])
+        dist.init_process_group("gloo", init_method=f"file://{at}", rank=number, world_size=world)
+        self._weights.collective = True
+        return {}
+
+    def stand_still(self, until: str) -> dict[str, Any]:
+        """In a step that does not end."""
+        with self._rank.phase("train"):
+            stand_still(Path(until))
+        return {}
+
+    def push_standing_still(self, step: int, until: str) -> dict[str, Any]:
+        """In the middle of reading the weights."""
+        self._weights.stands_still_until = Path(until)
+        return self.push(step)
 
     def push(self, step: int, **how: Any) -> dict[str, Any]:
         self._weights.become(step)

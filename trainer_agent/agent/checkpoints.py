@@ -87,6 +87,7 @@ class CheckpointKeeper:
         """Run, model and number of each directory that was looked at; None: it is no checkpoint."""
         self._untold: set[int] = set()
         """Numbers that are removed, and that the coordinator may still know."""
+        self._whole: Whole | None = None
         self._work: asyncio.Task[None] | None = None
         self._thread: asyncio.Task[CheckpointManifest | None] | None = None
         self._stop = threading.Event()
@@ -104,6 +105,11 @@ class CheckpointKeeper:
     def idle(self) -> bool:
         return all(task is None or task.done() for task in (self._work, self._thread))
 
+    @property
+    def name(self) -> str:
+        """Of what is being written; empty: nothing is."""
+        return "" if self.idle or self._whole is None else self._whole.name
+
     def committed(self) -> None:
         """Count a committed push."""
         self._since += 1
@@ -120,7 +126,7 @@ class CheckpointKeeper:
         except (CheckpointNotWritten, SegmentUnreadable) as error:
             self._failed(whole, "write", str(error))
             return False
-        self._since = 0
+        self._since, self._whole = 0, whole
         self._stop = threading.Event()
         self._work = asyncio.create_task(self._kept(whole, reader, fleet, fenced))
         return True

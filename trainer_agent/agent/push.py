@@ -24,7 +24,7 @@ from controlplane.core.errors import (
 )
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
-from trainer_agent.agent import outcome
+from trainer_agent.agent import outcome, stuck
 from trainer_agent.agent.announced import Announced, Release
 from trainer_agent.agent.answers import ABORT_SECONDS
 from trainer_agent.agent.avoided import Avoided
@@ -95,12 +95,15 @@ class Push:
     """Tells a rank that a chunk's memory may be written again."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
+    waited: stuck.Waited | None = None
+    """Who was waited for when the limit came."""
     _final: bool = False
     _keeps: bool = False
     """A checkpoint of it is due: the ranks keep the whole version until it is answered."""
     _started: float = 0.0
     _announced: Announced | None = None
     _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
+    _watch: UpdateWatch | None = None
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -137,6 +140,11 @@ class Push:
         else:
             # Whoever left the link first says why on its stream, at the same moment.
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
+
+    @property
+    def state(self) -> fleet_pb2.UpdateState | None:
+        """The coordinator's last word on it."""
+        return None if self._watch is None else self._watch.state
 
     @property
     def assignments(self) -> Sequence[fleet_pb2.Assignment]:
@@ -194,6 +202,7 @@ class Push:
         self._begun = begun
         self.context.avoided.lives(a.engine for a in begun.plan.assignments)
         watch = UpdateWatch(self.context.stubs.fleet, self.context.run_id, begun)
+        self._watch = watch
         watching = asyncio.create_task(watch.run())
         try:
             check_plan(begun.plan, self.context.world_size)
@@ -296,11 +305,23 @@ class Push:
             if not decision.done() and watch.commits:
                 await asyncio.wait({decision}, timeout=self._left() + DECIDE_SECONDS)
             if not decision.done():
-                waiting = [s.engine_id for s in self._streams if not s.ready]
-                raise trouble.result() if trouble.done() else outcome.late(watch.state, waiting, _now() - self._started)
+                raise trouble.result() if trouble.done() else self._late(watch)
         finally:
             decision.cancel()
             trouble.cancel()
+
+    def _late(self, watch: UpdateWatch) -> WeightplaneError:
+        """The ranks' limit came first."""
+        assert self._announced is not None, "streams are open"
+        logs = [self._announced.logs[s.engine_id] for s in self._streams]
+        streams = [
+            stuck.Stream(a, log.byte_count, log.end is not None, s.sent_bytes, s.ready)
+            for a, log, s in zip(self.assignments, logs, self._streams, strict=True)
+        ]
+        ready = stuck.before_go(streams, self.context.layout.byte_count)
+        self.waited = stuck.after_go(watch.state, self.assignments) if watch.commits else ready
+        phase = fleet_pb2.UpdatePhase.Name(watch.state.phase).removeprefix("UPDATE_PHASE_").lower()
+        return self.waited.late(f"push ({phase})", _now() - self._started)
 
     async def _trouble(self, watch: UpdateWatch) -> WeightplaneError:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""

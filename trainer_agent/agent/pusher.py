@@ -11,7 +11,8 @@ from collections.abc import Callable
 
 import structlog
 
-from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from controlplane.core.errors import DeadlineExceeded, LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from trainer_agent.agent import stuck
 from trainer_agent.agent.outcome import failed
 from trainer_agent.agent.plans import for_rank
 from trainer_agent.agent.push import Push, PushContext
@@ -20,6 +21,7 @@ from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.serving import Serving
 from trainer_agent.wire import typed_error
 from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -50,6 +52,8 @@ class Pusher:
         self._failures = 0
         """Attempts of the present push that failed."""
         self._serving = Serving(ranks, context)
+        self._waiting: asyncio.Task[None] | None = None
+        """Ends the wait for ranks that do not come to the push."""
 
     def begin(self, rank: RankConnection, begin: rank_pb2.PushBegin) -> None:
         """A rank entered push()."""
@@ -57,7 +61,10 @@ class Pusher:
         if self._ranks.lost is not None:
             self._answer(failed(self._ranks.lost, None, released=True))
         elif len(self._begun) == self._ranks.world_size:
+            self._stop_waiting()
             self._task = asyncio.create_task(self._run())
+        elif self._waiting is None:
+            self._waiting = asyncio.create_task(self._wait_for_ranks(begin.timeout_seconds))
 
     def said(self, rank: RankConnection, request: rank_pb2.RankRequest) -> None:
         """Anything else about a push. What comes after its end is dropped: the answer is on its way."""
@@ -79,6 +86,7 @@ class Pusher:
 
     async def close(self) -> None:
         """End what runs, and wait for it."""
+        self._stop_waiting()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -88,6 +96,24 @@ class Pusher:
         """Wait until no push runs."""
         if self._task is not None:
             await asyncio.wait({self._task})
+
+    @property
+    def update(self) -> fleet_pb2.UpdateState | None:
+        """The update that is being carried."""
+        return None if self._push is None else self._push.state
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    async def _wait_for_ranks(self, seconds: float) -> None:
+        """A rank that does not come to the push is named to those that did."""
+        await asyncio.sleep(seconds)
+        waited = stuck.before_begin(self._ranks, self._begun)
+        result = failed(waited.late("push (begin)", seconds), None, released=True)
+        result.stacks = await stuck.look(waited, self._ranks, self._context.stubs, self._context.run_id)
+        self._answer(result)
 
     @property
     def _task_over(self) -> bool:
@@ -101,6 +127,9 @@ class Pusher:
         left = limit - (asyncio.get_running_loop().time() - started)
         result.retry = result.retry and self._ranks.lost is None and left > RETRY_SECONDS_LEFT
         self._failures = self._failures + 1 if result.retry else 0
+        if result.error_reason == DeadlineExceeded.reason and not result.retry and push.waited is not None:
+            context = self._context
+            result.stacks = await stuck.look(push.waited, self._ranks, context.stubs, context.run_id)
         self._push = None
         if not result.error_reason:  # committed, also if it was fenced since: the ranks hear both, in this order
             begun = dict(self._begun)
@@ -160,6 +189,7 @@ class Pusher:
                 result.sequence = begin.sequence
                 self._ranks.members[rank].send(rank_pb2.RankResponse(push_result=result))
         self._begun.clear()
+        self._stop_waiting()
         log.info("push_ended", reason=result.error_reason or "NONE", retry=result.retry, cause=result.error_message)
 
     def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:

@@ -44,6 +44,10 @@ class TrainerSettings:
     back at once. None: it waits for the lease to lapse."""
     takeover: bool = False
     """Take the lease over whoever holds it; the holder is fenced."""
+    listen: str = "127.0.0.1:0"
+    """Address to serve Lifecycle on: status, stop, the ranks' last output. Port 0 takes any free one."""
+    address_file: Path | None = None
+    """Where the bound address is written, once it serves."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Largest range of a segment that is announced at once."""
     link_host: str = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from controlplane.core.errors import WeightplaneError
+from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import version_from_proto
 from trainer_agent import wire
@@ -39,7 +39,10 @@ def report_of(result: rank_pb2.PushResult, step: int, seconds: float, serving: t
 
 def failure_of(result: rank_pb2.PushResult) -> WeightplaneError:
     """The error of one that it did not commit."""
-    return wire.typed_error(result.error_reason, result.error_metadata, result.error_message)
+    error = wire.typed_error(result.error_reason, result.error_metadata, result.error_message)
+    if isinstance(error, DeadlineExceeded):
+        error.stacks = result.stacks
+    return error
 
 
 def _outcome(engine: fleet_pb2.EngineOutcome) -> str:

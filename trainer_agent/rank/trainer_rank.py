@@ -102,8 +102,12 @@ class TrainerRank:
         run_id: str | None = None,
         join_timeout: float = JOIN_SECONDS,
         push_timeout: float = PUSH_SECONDS,
+        agent_config: Path | None = None,
     ) -> TrainerRank:
         """Join the trainer's other ranks and hold the model's lease. Collective; timeouts in seconds.
+
+        `agent_config` is a file as `weightplane trainer --config` reads it (checkpoints, for one), for ranks that bring
+        their own agent: under plain torchrun, Slurm or Ray. Where one was started before them it is refused.
 
         Raises:
             LayoutInvalid: the source's metadata is wrong, or differs between ranks.
@@ -116,7 +120,7 @@ class TrainerRank:
         layout = layout_of(source)
         if wire.RANK_SOCKET_VARIABLE in os.environ:
             set_death_signal(signal.SIGKILL)
-        socket, sidecar = find_agent(coordinator, run_id, place)
+        socket, sidecar = find_agent(coordinator, run_id, place, agent_config)
         link = _connect(socket, sidecar, patience)
         rank = cls(link, place, layout, source, GatherGroups(place.rank, socket.parent))
         rank._sidecar, rank._push_seconds = sidecar, push_timeout
