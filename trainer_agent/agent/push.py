@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -95,8 +96,10 @@ class Push:
     """Tells a rank that a chunk's memory may be written again."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
-    waited: stuck.Waited | None = None
-    """Who was waited for when the limit came."""
+    look: Callable[[stuck.Waited], Coroutine[Any, Any, str]] | None = None
+    """Looks at processes that are waited for."""
+    stacks: asyncio.Task[str] | None = None
+    """What those who were waited for do, looked at in the moment that the limit came; whoever asks waits for it."""
     _final: bool = False
     _keeps: bool = False
     """A checkpoint of it is due: the ranks keep the whole version until it is answered."""
@@ -319,9 +322,11 @@ class Push:
             for a, log, s in zip(self.assignments, logs, self._streams, strict=True)
         ]
         ready = stuck.before_go(streams, self.context.layout.byte_count)
-        self.waited = stuck.after_go(watch.state, self.assignments) if watch.commits else ready
+        waited = stuck.after_go(watch.state, self.assignments) if watch.commits else ready
+        if self.look is not None:
+            self.stacks = asyncio.create_task(self.look(waited))
         phase = fleet_pb2.UpdatePhase.Name(watch.state.phase).removeprefix("UPDATE_PHASE_").lower()
-        return self.waited.late(f"push ({phase})", _now() - self._started)
+        return waited.late(f"push ({phase})", _now() - self._started)
 
     async def _trouble(self, watch: UpdateWatch) -> WeightplaneError:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""

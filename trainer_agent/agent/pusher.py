@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
-from controlplane.core.errors import DeadlineExceeded, LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
 from trainer_agent.agent import stuck
 from trainer_agent.agent.outcome import failed
 from trainer_agent.agent.plans import for_rank
@@ -112,8 +112,16 @@ class Pusher:
         await asyncio.sleep(seconds)
         waited = stuck.before_begin(self._ranks, self._begun)
         result = failed(waited.late("push (begin)", seconds), None, released=True)
-        result.stacks = await stuck.look(waited, self._ranks, self._context.stubs, self._context.run_id)
+        result.stacks = await self._look(waited)
         self._answer(result)
+
+    async def _look(self, waited: stuck.Waited) -> str:
+        """Supervises: ranks wait for the answer that this goes with."""
+        try:
+            return await stuck.look(waited, self._ranks, self._context.stubs, self._context.run_id)
+        except Exception as error:
+            log.exception("look_broke")
+            return f"nobody could look: {error!r}"
 
     @property
     def _task_over(self) -> bool:
@@ -127,9 +135,8 @@ class Pusher:
         left = limit - (asyncio.get_running_loop().time() - started)
         result.retry = result.retry and self._ranks.lost is None and left > RETRY_SECONDS_LEFT
         self._failures = self._failures + 1 if result.retry else 0
-        if result.error_reason == DeadlineExceeded.reason and not result.retry and push.waited is not None:
-            context = self._context
-            result.stacks = await stuck.look(push.waited, self._ranks, context.stubs, context.run_id)
+        if push.stacks is not None:
+            result.stacks = await push.stacks
         self._push = None
         if not result.error_reason:  # committed, also if it was fenced since: the ranks hear both, in this order
             begun = dict(self._begun)
@@ -164,6 +171,7 @@ class Pusher:
             limit_seconds=limit,
             first=self._failures == 0,
             send_plan=self._send_plan,
+            look=self._look,
             release=self._release,
         )
         for what, by_rank in said.items():
