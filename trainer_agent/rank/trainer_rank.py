@@ -199,7 +199,10 @@ class TrainerRank:
         self._progress(step, self._phase)
 
     def close(self) -> None:
-        """Leave, and let go of segments, groups and connections. Idempotent."""
+        """Leave, and let go of segments, groups and connections. Ends a push that is under way: the `with` block waits.
+
+        Idempotent.
+        """
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
