@@ -109,7 +109,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     try:
         holder.life = _new_life(settings, memory)
-        server = await start_server(settings.listen, _services(holder, settings))
+        server = await start_server(settings.listen, _services(holder, settings, stop))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
@@ -258,7 +258,9 @@ def _new_engine(settings: EngineSettings) -> Engine:
     return VllmEngine(vllm, settings.engine_id, serve_initial=serve)
 
 
-def _services(holder: EngineLifeHolder, settings: EngineSettings) -> list[Callable[[grpc.aio.Server], str]]:
+def _services(
+    holder: EngineLifeHolder, settings: EngineSettings, stop: asyncio.Event
+) -> list[Callable[[grpc.aio.Server], str]]:
     def add(register: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> Any:
         def add_to(server: grpc.aio.Server) -> str:
             register(servicer, server)
@@ -281,7 +283,7 @@ def _services(holder: EngineLifeHolder, settings: EngineSettings) -> list[Callab
         ),
         add(
             lifecycle_pb2_grpc.add_LifecycleServicer_to_server,
-            LifecycleService(holder),
+            LifecycleService(holder, stop),
             lifecycle_pb2.DESCRIPTOR.services_by_name["Lifecycle"].full_name,
         ),
     ]

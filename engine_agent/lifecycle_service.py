@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
 import time
 from collections.abc import AsyncIterator
 from typing import Any
 
+import structlog
+
+from controlplane import stacks
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind
-from controlplane.core.errors import WrongIncarnation, WrongRun
+from controlplane.core.errors import UnsupportedByEngine, WrongIncarnation, WrongRun
+from controlplane.rpc.codec import stacks_to_proto
 from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
 from engine_agent.life import EngineLife, EngineLifeHolder
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
+
+log = structlog.get_logger(__name__)
 
 _Command = (
     lifecycle_pb2.PauseGenerationRequest
@@ -35,8 +43,10 @@ def status_of(life: EngineLife) -> engine_pb2.EngineStatus:
 class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
     """Serves whichever life the engine has now."""
 
-    def __init__(self, holder: EngineLifeHolder) -> None:
+    def __init__(self, holder: EngineLifeHolder, stop: asyncio.Event) -> None:
+        """`stop` ends the agent, and its engine with it."""
         self._holder = holder
+        self._stop = stop
 
     async def PauseGeneration(
         self, request: lifecycle_pb2.PauseGenerationRequest, context: Any
@@ -77,6 +87,28 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         life = self._of_run(request.run_id)
         async for _ in life.state.watch():
             yield lifecycle_pb2.WatchStatusResponse(status=status_of(life))
+
+    async def Shutdown(self, request: lifecycle_pb2.ShutdownRequest, context: Any) -> lifecycle_pb2.ShutdownResponse:
+        state = self._of_run(request.run_id).core.state
+        if request.incarnation != state.incarnation:
+            raise WrongIncarnation(engine_id=state.engine_id, expected=state.incarnation, got=request.incarnation)
+        log.info("told_to_end", peer=context.peer(), reason=request.reason)
+        self._stop.set()
+        return lifecycle_pb2.ShutdownResponse()
+
+    async def TailLogs(self, request: lifecycle_pb2.TailLogsRequest, context: Any) -> lifecycle_pb2.TailLogsResponse:
+        engine_id = self._of_run(request.run_id).core.state.engine_id
+        raise UnsupportedByEngine(engine_id=engine_id, what="its output is its own; only trainer agents keep ranks'")
+
+    async def DumpStacks(
+        self, request: lifecycle_pb2.DumpStacksRequest, context: Any
+    ) -> lifecycle_pb2.DumpStacksResponse:
+        life = self._of_run(request.run_id)
+        engine_id = life.core.state.engine_id
+        processes = {f"engine agent of {engine_id}": os.getpid()}
+        others = [pid for pid in (life.facts.pids if life.facts else ()) if pid != os.getpid()]
+        processes |= {f"{engine_id}, process {i} of {len(others)}": pid for i, pid in enumerate(others, 1)}
+        return stacks_to_proto(await stacks.dump(processes))
 
     def _of_run(self, run_id: str) -> EngineLife:
         life = self._holder.life

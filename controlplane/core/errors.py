@@ -599,6 +599,9 @@ class DeadlineExceeded(Failed):
     waited_for: str
     waited_seconds: float
 
+    stacks = ""
+    """What those who were waited for were doing, where somebody looked. No metadata: it does not go over gRPC."""
+
 
 @dataclass(eq=False)
 class PeerLost(Failed):

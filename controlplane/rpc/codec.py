@@ -13,7 +13,8 @@ from google.protobuf.duration_pb2 import Duration
 from controlplane.core.layout import MODEL_ONLY, DType, Layout, Target, TargetKind, TensorSpec, Tie
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, Term, WeightVersion
-from weightplane.v1 import layout_pb2, rollout_pb2, version_pb2, weight_update_pb2
+from controlplane.stacks import Stacks
+from weightplane.v1 import layout_pb2, lifecycle_pb2, rollout_pb2, version_pb2, weight_update_pb2
 
 LAYOUT_PART_BYTES = 1_000_000
 """Largest layout part, estimated before encoding; well below the message limit."""
@@ -112,6 +113,13 @@ _OPTIONAL_SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
 )
+
+
+def stacks_to_proto(processes: Iterable[Stacks]) -> lifecycle_pb2.DumpStacksResponse:
+    response = lifecycle_pb2.DumpStacksResponse()
+    for found in processes:
+        response.processes.add(name=found.name, pid=found.pid, text=found.text, problem=found.problem)
+    return response
 
 
 def _grouped(tensors: tuple[TensorSpec, ...]) -> Iterator[list[TensorSpec]]:

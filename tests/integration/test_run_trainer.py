@@ -62,7 +62,7 @@ class Trainer:
 
 
 async def _start(arguments: list[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-    whole = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **environment}
+    whole = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", **environment}
     return await asyncio.create_subprocess_exec(
         sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=whole, cwd=ROOT
     )

@@ -7,7 +7,10 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import sys
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,16 @@ from structlog.testing import capture_logs
 from controlplane.checkpoints import CheckpointManifest, open_files, read_manifest
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
+from controlplane.failpoints import DIRECTORY_VARIABLE
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.obedient import ObedientRanks
 from tests.support.toy_rank import SHAPES, Script, tensors_of
-from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
-from trainer_agent.agent.checkpoint_files import Whole
+from tests.support.toy_trainer import RankProcess, fleet_for_toys, start_engine, toy_trainer
+from trainer_agent.agent import checkpoints as keeping
+from trainer_agent.agent.checkpoint_files import Whole, write
+from trainer_agent.agent.frames import SegmentReader
+from trainer_agent.wire import RANK_SOCKET_VARIABLE
 from weightplane.v1 import fleet_pb2
 
 pytestmark = pytest.mark.timeout(240)
@@ -55,6 +63,17 @@ def pushed_contents(step: int) -> dict[str, bytes]:
     return {name: hashlib.sha256(t.numpy().tobytes()).digest() for name, t in tensors_of(step).items()}
 
 
+async def pushed_and_kept(fleet: LocalFleet, ranks: ObedientRanks, step: int) -> int:
+    """The number under which `step` was pushed, once its checkpoint is known to the coordinator."""
+    number = (await ranks.all("push", step=step))[0]["version"]
+
+    async def known() -> bool:
+        return number in [c.version.number for c in await checkpoints(fleet)]
+
+    await eventually(known, within=30)
+    return int(number)
+
+
 @pytest.mark.parametrize("transport", ["shared_memory", "inline"])
 async def test_each_commit_lies_on_disk_as_engines_hold_it_and_older_ones_go(tmp_path: Path, transport: str) -> None:
     root = tmp_path / "checkpoints"
@@ -62,9 +81,9 @@ async def test_each_commit_lies_on_disk_as_engines_hold_it_and_older_ones_go(tmp
         fleet_for_toys(tmp_path, transport=transport) as fleet,
         toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=2) as trainer,
     ):
-        ranks = await trainer.start_ranks(Script(steps=3))
-        assert [await r.code() for r in ranks] == [0, 0]
-        assert [p["version"] for p in ranks[0].said("pushed")] == [1, 2, 3]
+        ranks = await ObedientRanks.start(trainer)
+        assert [await pushed_and_kept(fleet, ranks, step) for step in (1, 2, 3)] == [1, 2, 3]
+        await eventually(lambda: len(names(root)) == 2, within=30)
         known = await checkpoints(fleet)
         assert [c.version.number for c in known] == [3, 2]
         assert sorted(c.name for c in known) == names(root), "older ones are deleted"
@@ -103,12 +122,69 @@ async def test_a_later_life_of_the_trainer_retires_what_the_first_one_wrote(tmp_
         assert len(names(root)) == 1
 
 
+async def test_inv_12_pushes_go_on_while_a_disk_hangs_and_what_it_writes_is_its_own_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks write their next weights elsewhere; of those pushes nothing is kept, and then again."""
+    root, disk = tmp_path / "checkpoints", threading.Event()
+
+    def hangs(root: Path, version: Whole, reader: SegmentReader, stop: threading.Event) -> CheckpointManifest | None:
+        disk.wait(60)
+        return write(root, version, reader, stop)
+
+    monkeypatch.setattr(keeping, "write", hangs)
+    async with (
+        fleet_for_toys(tmp_path) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root) as trainer,
+    ):
+        ranks = await ObedientRanks.start(trainer)
+        for step in (1, 2, 3):
+            assert [a["version"] for a in await ranks.all("push", step=step)] == [step] * 2
+        assert await checkpoints(fleet) == []
+        disk.set()
+        keeper = trainer.agent._checkpoints
+        assert keeper is not None
+        await eventually(lambda: keeper.idle, within=30)
+        [known] = await checkpoints(fleet)
+        assert known.version.number == 1
+        assert contents(root, known.name, read_manifest(root, known.name)) == pushed_contents(1)
+        assert await pushed_and_kept(fleet, ranks, 4) == 4
+
+
+async def test_a_push_that_nobody_waited_for_is_kept_too(tmp_path: Path) -> None:
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root) as trainer,
+    ):
+        ranks = await ObedientRanks.start(trainer)
+        await ranks.all("push_async", step=1)
+        assert await ranks.leave() == [0, 0]
+        [known] = await checkpoints(fleet)
+        assert contents(root, known.name, read_manifest(root, known.name)) == pushed_contents(1)
+
+
+async def test_ranks_that_bring_their_own_agent_say_with_which_settings(tmp_path: Path) -> None:
+    root, config = tmp_path / "checkpoints", tmp_path / "trainer.toml"
+    config.write_text('checkpoint_root = "checkpoints"\n')
+    async with fleet_for_toys(tmp_path, engines=1) as fleet:
+        rank = await RankProcess.start(Script(coordinator=fleet.address, agent_config=str(config)), {})
+        assert await rank.code() == 0
+        assert [c.name for c in await checkpoints(fleet)] == names(root)
+        assert len(names(root)) == 1, "the agent ends after what it writes"
+        socket = {RANK_SOCKET_VARIABLE: str(tmp_path / "ranks.sock")}
+        given = await RankProcess.start(Script(coordinator=fleet.address, agent_config=str(config)), socket)
+        assert await given.code() == 0
+        assert "an agent was started before its ranks" in given.said("refused")[0]["text"]
+
+
 async def test_a_late_engine_holds_what_the_trainer_kept_though_no_trainer_lives(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     async with fleet_for_toys(tmp_path) as fleet:
         async with toy_trainer(fleet.address, checkpoint_root=root) as trainer:
-            ranks = await trainer.start_ranks(Script(steps=2))
-            assert [await r.code() for r in ranks] == [0, 0]
+            ranks = await ObedientRanks.start(trainer)
+            assert [await pushed_and_kept(fleet, ranks, step) for step in (1, 2)] == [1, 2]
+            assert await ranks.leave() == [0, 0]
         start_engine(fleet, "late", checkpoint_root=root)
 
         async def serves() -> bool:
@@ -126,8 +202,13 @@ async def test_every_third_commit_is_kept_from_the_first_on(tmp_path: Path) -> N
         fleet_for_toys(tmp_path, engines=1) as fleet,
         toy_trainer(fleet.address, checkpoint_root=root, checkpoint_every=3, checkpoint_keep=9) as trainer,
     ):
-        ranks = await trainer.start_ranks(Script(steps=5))
-        assert [await r.code() for r in ranks] == [0, 0]
+        ranks = await ObedientRanks.start(trainer)
+        for step in range(1, 6):
+            if step in (1, 4):
+                await pushed_and_kept(fleet, ranks, step)
+            else:
+                await ranks.all("push", step=step)
+        assert await ranks.leave() == [0, 0]
         assert [c.version.number for c in await checkpoints(fleet)] == [4, 1]
 
 
@@ -137,14 +218,18 @@ async def test_checkpoints_outlive_a_restart_of_the_coordinator(tmp_path: Path) 
         fleet_for_toys(tmp_path) as fleet,
         toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=2) as trainer,
     ):
-        ranks = await trainer.start_ranks(Script(steps=8, pause_before_step=0.3))
-        await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
+        ranks = await ObedientRanks.start(trainer)
+        await pushed_and_kept(fleet, ranks, 1)
         await fleet.stop("coordinator")
         await fleet.start_coordinator()
-        assert [await r.code() for r in ranks] == [0, 0]
-        assert [p["version"] for p in ranks[0].said("pushed")] == list(range(1, 9))
-        assert [c.version.number for c in await checkpoints(fleet)] == [8, 7]
-        assert len(names(root)) == 2
+        assert [c.version.number for c in await checkpoints(fleet)] == [1]
+        assert [await pushed_and_kept(fleet, ranks, step) for step in (2, 3)] == [2, 3]
+        await eventually(lambda: len(names(root)) == 2, within=30)
+        assert [c.version.number for c in await checkpoints(fleet)] == [3, 2]
+
+
+def failures(logs: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+    return [(line["step"], line["version"]) for line in logs if line["event"] == "checkpoint_failed"]
 
 
 @pytest.mark.parametrize("way", ["a file", "no permission"])
@@ -159,38 +244,42 @@ async def test_a_root_that_cannot_be_written_costs_an_event_and_no_push(tmp_path
             fleet_for_toys(tmp_path) as fleet,
             toy_trainer(fleet.address, checkpoint_root=root) as trainer,
         ):
-            ranks = await trainer.start_ranks(Script(steps=2))
-            assert [await r.code() for r in ranks] == [0, 0]
-            assert [p["status"] for p in ranks[1].said("pushed")] == ["COMMITTED", "COMMITTED"]
+            ranks = await ObedientRanks.start(trainer)
+            for step in (1, 2):
+                assert [a["status"] for a in await ranks.all("push", step=step)] == ["COMMITTED"] * 2
+                await eventually(lambda: len(failures(logs)) == step)  # noqa: B023
             assert await checkpoints(fleet) == []
-    failed = [line for line in logs if line["event"] == "checkpoint_failed"]
-    assert [(line["step"], line["version"]) for line in failed] == [("write", "1.1"), ("write", "1.2")]
+    assert failures(logs) == [("write", "1.1"), ("write", "1.2")]
 
 
-async def test_a_trainer_that_is_fenced_while_it_writes_publishes_nothing_and_ends_fenced(tmp_path: Path) -> None:
-    """INV-7: the push was committed, and says so; the next word is the fence."""
+async def test_inv_7_a_trainer_that_is_fenced_while_it_writes_publishes_nothing_and_ends_fenced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The push was committed, and says so; the next word is the fence."""
     root = tmp_path / "checkpoints"
     async with (
         fleet_for_toys(tmp_path) as fleet,
         toy_trainer(fleet.address, checkpoint_root=root) as trainer,
     ):
-        written = asyncio.Event()
-        keeper = trainer.agent._checkpoints
-        assert keeper is not None
-        original, loop = keeper._written, asyncio.get_running_loop()
+        fenced, loop = threading.Event(), asyncio.get_running_loop()
 
-        async def until_fenced(whole: Whole, *rest: Any) -> CheckpointManifest | None:
-            manifest = await original(whole, *rest)
-            await fleet.take_lease(takeover=True, trainer_id="other")
-            loop.call_soon(written.set)
-            return manifest
+        def fences(
+            root: Path, version: Whole, reader: SegmentReader, stop: threading.Event
+        ) -> CheckpointManifest | None:
+            taken = asyncio.run_coroutine_threadsafe(fleet.take_lease(takeover=True, trainer_id="other"), loop)
+            assert taken.result(30) == 2
+            fenced.set()
+            return write(root, version, reader, stop)
 
-        keeper._written = until_fenced  # type: ignore[method-assign,assignment]
-        ranks = await trainer.start_ranks(Script(steps=5))
-        assert [await r.code() for r in ranks] == [ExitCode.FENCED] * 2
-        assert written.is_set()
+        monkeypatch.setattr(keeping, "write", fences)
+        ranks = await ObedientRanks.start(trainer)
+        assert [a["status"] for a in await ranks.all("push", step=1)] == ["COMMITTED"] * 2
+        await eventually(fenced.is_set, within=30)
+        await eventually(trainer.agent.refused_event.is_set, within=30)
+        assert [a["reason"] for a in await ranks.all("push", step=2)] == ["STALE_TERM"] * 2
+        assert [await r.code() for r in ranks.ranks] == [ExitCode.FENCED] * 2
         assert await checkpoints(fleet) == []
-        assert names(root) == []
+        await eventually(lambda: names(root) == [])
 
 
 # ---- a full disk ----
@@ -248,7 +337,7 @@ class LimitedTrainer:
 async def test_a_full_disk_costs_an_event_and_no_push_and_passes(tmp_path: Path) -> None:
     root = tmp_path / "checkpoints"
     async with fleet_for_toys(tmp_path) as fleet:
-        trainer = await LimitedTrainer.start(fleet, Script(steps=6, pause_before_step=1.0), root)
+        trainer = await LimitedTrainer.start(fleet, Script(steps=8, pause_before_step=1.0), root)
         await eventually(lambda: bool(trainer.said("checkpoint_published")), within=60)
         trainer.limit(500_000)
         await eventually(lambda: bool(trainer.said("checkpoint_failed")), within=60)
@@ -259,10 +348,30 @@ async def test_a_full_disk_costs_an_event_and_no_push_and_passes(tmp_path: Path)
         assert {line["step"] for line in failed} == {"write"}
         assert "File too large" in failed[0]["cause"]
         pushed = [p for p in trainer.said("pushed") if p["rank"] == 0]
-        assert [(p["version"], p["status"]) for p in pushed] == [(n, "COMMITTED") for n in range(1, 7)]
+        assert [(p["version"], p["status"]) for p in pushed] == [(n, "COMMITTED") for n in range(1, 9)]
         known = await checkpoints(fleet)
-        assert known[0].version.number == 6, "a later push has its checkpoint again"
+        assert known[0].version.number > int(failed[-1]["version"].split(".")[1]), (
+            "a later push has its checkpoint again"
+        )
         assert sorted(c.name for c in known) == names(root)
         written = trainer.said("checkpoint_written")[-1]
         assert written["bytes"] == known[0].byte_count
         assert 0 <= written["seconds"] < 60
+
+
+async def test_an_agent_killed_while_it_writes_leaves_nothing_under_a_checkpoints_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "checkpoints"
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    (tmp_path / "trainer.mid_checkpoint").write_text("kill after=3")
+    async with fleet_for_toys(tmp_path, lease_ttl_seconds=1.0) as fleet:
+        trainer = await LimitedTrainer.start(fleet, Script(steps=200, pause_before_step=0.2), root)
+        assert await trainer.code() == -signal.SIGKILL
+        assert [n for n in names(root) if not n.startswith(".")] == []
+        assert await checkpoints(fleet) == []
+        async with toy_trainer(fleet.address, checkpoint_root=root) as again:
+            ranks = await ObedientRanks.start(again)
+            await pushed_and_kept(fleet, ranks, 1)
+            assert [c.name for c in await checkpoints(fleet)] == names(root), "the next writer cleared it away"
+            assert await ranks.leave() == [0, 0]

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Script:
     differ: bool = False
     """Each rank yields other numbers."""
     layout_differs: bool = False
+    agent_config: str = ""
 
 
 def tensors_of(step: int) -> dict[str, torch.Tensor]:
@@ -121,6 +123,7 @@ def main(source_of: Callable[[Script, int], ToySource] = ToySource) -> None:
             source=source,
             join_timeout=script.join_timeout,
             push_timeout=script.push_timeout,
+            agent_config=Path(script.agent_config) if script.agent_config else None,
         )
     except WeightplaneError as error:
         say(event="refused", reason=error.reason, text=str(error))

@@ -18,7 +18,6 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane import checkpoints
 from controlplane.checkpoints import (
     MANIFEST_NAME,
     CheckpointManifest,
@@ -26,6 +25,7 @@ from controlplane.checkpoints import (
     CheckpointWriter,
     open_files,
     read_manifest,
+    reading,
     write_checkpoint,
 )
 from controlplane.core.errors import CheckpointUnreadable
@@ -406,7 +406,7 @@ def test_a_manifest_that_is_none_or_contradicts_itself_is_refused(
 
 def test_a_manifest_without_limits_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path)
-    monkeypatch.setattr(checkpoints, "MAX_MANIFEST_BYTES", 100)
+    monkeypatch.setattr(reading, "MAX_MANIFEST_BYTES", 100)
     with pytest.raises(CheckpointUnreadable, match=r"has \d+ bytes"):
         read_manifest(tmp_path, NAME)
 

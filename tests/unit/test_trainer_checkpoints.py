@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 from collections.abc import Iterator
@@ -15,14 +14,16 @@ import pytest
 import xxhash
 from structlog.testing import capture_logs
 
-from controlplane.checkpoints import open_files, read_manifest
+from controlplane.checkpoints import CheckpointManifest, old_numbers, open_files, read_manifest
 from controlplane.core import errors as e
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.devices import host_id
 from controlplane.rpc.errors import to_status
+from tests.support.eventually import eventually
 from trainer_agent.agent import checkpoints
-from trainer_agent.agent.checkpoint_files import Whole
-from trainer_agent.agent.checkpoints import CheckpointKeeper, old_numbers
+from trainer_agent.agent.checkpoint_files import Whole, write
+from trainer_agent.agent.checkpoints import CheckpointKeeper
+from trainer_agent.agent.frames import SegmentReader
 from trainer_agent.segments import create
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, layout_pb2, version_pb2, weight_update_pb2
@@ -106,10 +107,6 @@ def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
 
 
-def soon(seconds: float = 30.0) -> float:
-    return asyncio.get_running_loop().time() + seconds
-
-
 def rpc_error(error: e.WeightplaneError | None = None) -> grpc.aio.AioRpcError:
     """As a client meets it; None: nobody answered."""
     empty = grpc.aio.Metadata()
@@ -117,6 +114,16 @@ def rpc_error(error: e.WeightplaneError | None = None) -> grpc.aio.AioRpcError:
         return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "connection refused")
     status: Any = to_status(error)
     return grpc.aio.AioRpcError(status.code, empty, grpc.aio.Metadata(*status.trailing_metadata), status.details)
+
+
+async def kept(keeper: CheckpointKeeper, version: Whole, coordinator: Coordinator) -> bool:
+    """Begun, and waited for. Raises what fenced it."""
+    fences: list[e.StaleTerm] = []
+    begun = keeper.begin(version, coordinator.stub, fences.append)
+    await keeper.finish()
+    if fences:
+        raise fences[0]
+    return begun
 
 
 def failures(logs: list[Any]) -> list[tuple[str, str]]:
@@ -129,7 +136,7 @@ async def test_a_version_is_written_from_the_segment_told_and_timed(
     keeper = CheckpointKeeper(tmp_path, every=1, keep=2)
     version = whole(segment, 7)
     with capture_logs() as logs:
-        assert await keeper.keep(version, coordinator.stub, soon())
+        assert await kept(keeper, version, coordinator)
     [told] = coordinator.published
     manifest = read_manifest(tmp_path, told.name)
     assert (manifest.run_id, manifest.model, str(manifest.version), manifest.step) == ("run", "policy", "1.7", 70)
@@ -150,7 +157,7 @@ async def test_older_ones_are_retired_at_the_coordinator_before_they_are_deleted
 ) -> None:
     keeper = CheckpointKeeper(tmp_path, every=1, keep=2)
     for number in (1, 2, 5):
-        await keeper.keep(whole(segment, number), coordinator.stub, soon())
+        await kept(keeper, whole(segment, number), coordinator)
     assert coordinator.retired == [1]
     assert len(coordinator.before_retire[0]) == 3, "it was still there"
     assert [n.split("-")[-2] for n in names(tmp_path)] == ["00000002", "00000005"]
@@ -160,14 +167,14 @@ async def test_those_of_an_earlier_life_are_retired_and_nothing_else_is_ever_tou
     tmp_path: Path, segment: memoryview, coordinator: Coordinator
 ) -> None:
     for number in (1, 2):
-        await CheckpointKeeper(tmp_path, every=1, keep=9).keep(whole(segment, number), coordinator.stub, soon())
-    await CheckpointKeeper(tmp_path, every=1, keep=1).keep(whole(segment, 1, run_id="other"), coordinator.stub, soon())
+        await kept(CheckpointKeeper(tmp_path, every=1, keep=9), whole(segment, number), coordinator)
+    await kept(CheckpointKeeper(tmp_path, every=1, keep=1), whole(segment, 1, run_id="other"), coordinator)
     (tmp_path / "notes.txt").write_text("mine")
     ours = next(n for n in names(tmp_path) if n.startswith("wp-run-"))
     (tmp_path / f"{ours}-no-manifest").mkdir()
     (tmp_path / f"{ours}-link").symlink_to(tmp_path / ours)
     before = names(tmp_path)
-    await CheckpointKeeper(tmp_path, every=1, keep=1).keep(whole(segment, 3), coordinator.stub, soon())
+    await kept(CheckpointKeeper(tmp_path, every=1, keep=1), whole(segment, 3), coordinator)
     assert coordinator.retired == [1, 2]
     gone = set(before) - set(names(tmp_path))
     assert {n.split("-")[-2] for n in gone} == {"00000001", "00000002"}
@@ -182,18 +189,13 @@ def test_what_is_newer_than_the_committed_version_is_never_retired() -> None:
     assert old_numbers({"of another history": 50}, 1, keep=1) == set()
 
 
-def test_the_first_commit_is_kept_and_then_each_so_many_th(tmp_path: Path) -> None:
-    keeper = CheckpointKeeper(tmp_path, every=3, keep=1)
-    assert [keeper.due() for _ in range(7)] == [True, False, False, True, False, False, True]
-
-
 async def test_a_refused_publication_is_an_event_and_leaves_no_checkpoint(
     tmp_path: Path, segment: memoryview, coordinator: Coordinator
 ) -> None:
     unknown = e.VersionUnavailable(wanted="1.1", applied="unset")
     coordinator.refusals["publish"] = [rpc_error(unknown)]
     with capture_logs() as logs:
-        assert await CheckpointKeeper(tmp_path, every=1, keep=1).keep(whole(segment), coordinator.stub, soon())
+        assert await kept(CheckpointKeeper(tmp_path, every=1, keep=1), whole(segment), coordinator)
     assert failures(logs) == [("publish", "VERSION_UNAVAILABLE")]
     assert names(tmp_path) == []
     assert coordinator.published == []
@@ -204,7 +206,7 @@ async def test_a_publication_is_tried_again_while_the_coordinator_restarts(
 ) -> None:
     recovering = e.CoordinatorRecovering(term=2, engines=["e0"])
     coordinator.refusals["publish"] = [rpc_error(), rpc_error(recovering)]
-    assert await CheckpointKeeper(tmp_path, every=1, keep=1).keep(whole(segment), coordinator.stub, soon())
+    assert await kept(CheckpointKeeper(tmp_path, every=1, keep=1), whole(segment), coordinator)
     assert len(coordinator.published) == 1
 
 
@@ -215,11 +217,11 @@ async def test_a_publication_whose_answer_never_came_is_taken_back_the_next_time
     monkeypatch.setattr(checkpoints, "TELL_SECONDS", 0.3)
     coordinator.refusals["publish"] = [rpc_error()] * 9
     with capture_logs() as logs:
-        await keeper.keep(whole(segment, 1), coordinator.stub, soon())
+        await kept(keeper, whole(segment, 1), coordinator)
     assert failures(logs) == [("publish", "DEADLINE_EXCEEDED")]
     assert names(tmp_path) == []
     coordinator.refusals["publish"].clear()
-    await keeper.keep(whole(segment, 2), coordinator.stub, soon())
+    await kept(keeper, whole(segment, 2), coordinator)
     assert coordinator.retired == [1]
 
 
@@ -228,25 +230,25 @@ async def test_inv_7_a_fence_is_raised_and_nothing_more_is_done(
     tmp_path: Path, segment: memoryview, coordinator: Coordinator, step: str
 ) -> None:
     keeper = CheckpointKeeper(tmp_path, every=1, keep=1)
-    await keeper.keep(whole(segment, 1), coordinator.stub, soon())
+    await kept(keeper, whole(segment, 1), coordinator)
     coordinator.refusals[step] = [rpc_error(STALE)]
     with pytest.raises(e.StaleTerm):
-        await keeper.keep(whole(segment, 2), coordinator.stub, soon())
-    kept = ["00000001"] if step == "publish" else ["00000001", "00000002"]
-    assert [n.split("-")[-2] for n in names(tmp_path)] == kept
+        await kept(keeper, whole(segment, 2), coordinator)
+    left = ["00000001"] if step == "publish" else ["00000001", "00000002"]
+    assert [n.split("-")[-2] for n in names(tmp_path)] == left
 
 
 async def test_what_could_not_be_retired_is_not_deleted_and_is_retired_the_next_time(
     tmp_path: Path, segment: memoryview, coordinator: Coordinator
 ) -> None:
     keeper = CheckpointKeeper(tmp_path, every=1, keep=1)
-    await keeper.keep(whole(segment, 1), coordinator.stub, soon())
+    await kept(keeper, whole(segment, 1), coordinator)
     coordinator.refusals["retire"] = [rpc_error(e.WrongRun(expected="a", got="b"))]
     with capture_logs() as logs:
-        assert await keeper.keep(whole(segment, 2), coordinator.stub, soon())
+        assert await kept(keeper, whole(segment, 2), coordinator)
     assert failures(logs) == [("retire", "WRONG_RUN")]
     assert len(names(tmp_path)) == 2
-    await keeper.keep(whole(segment, 3), coordinator.stub, soon())
+    await kept(keeper, whole(segment, 3), coordinator)
     assert coordinator.retired == [1, 2]
     assert len(names(tmp_path)) == 1
 
@@ -255,7 +257,7 @@ async def test_a_root_that_is_a_file_is_an_event(tmp_path: Path, segment: memory
     root = tmp_path / "root"
     root.write_text("a file")
     with capture_logs() as logs:
-        assert await CheckpointKeeper(root, every=1, keep=1).keep(whole(segment), coordinator.stub, soon())
+        assert await kept(CheckpointKeeper(root, every=1, keep=1), whole(segment), coordinator)
     assert failures(logs) == [("write", "")]
     assert coordinator.published == []
 
@@ -266,7 +268,7 @@ async def test_bytes_that_are_not_the_versions_are_never_published(
     version = whole(segment)
     segment[5] ^= 1
     with capture_logs() as logs:
-        assert await CheckpointKeeper(tmp_path, every=1, keep=1).keep(version, coordinator.stub, soon())
+        assert await kept(CheckpointKeeper(tmp_path, every=1, keep=1), version, coordinator)
     assert failures(logs) == [("write", "")]
     assert names(tmp_path) == []
     assert coordinator.published == []
@@ -275,7 +277,7 @@ async def test_bytes_that_are_not_the_versions_are_never_published(
 async def test_a_leader_whose_segment_is_gone_is_an_event(tmp_path: Path, coordinator: Coordinator) -> None:
     version = whole(memoryview(bytearray(65536)))
     with capture_logs() as logs:
-        assert await CheckpointKeeper(tmp_path, every=1, keep=1).keep(version, coordinator.stub, soon())
+        assert not await kept(CheckpointKeeper(tmp_path, every=1, keep=1), version, coordinator), "nothing reads it"
     assert failures(logs) == [("write", "")]
     assert names(tmp_path) == []
 
@@ -285,36 +287,63 @@ async def test_memory_without_a_place_on_this_host_is_an_event(
 ) -> None:
     version = replace(whole(segment), chunks=[rank_pb2.SendChunk(index=0)])
     with capture_logs() as logs:
-        assert await CheckpointKeeper(tmp_path, every=1, keep=1).keep(version, coordinator.stub, soon())
+        assert not await kept(CheckpointKeeper(tmp_path, every=1, keep=1), version, coordinator)
     assert failures(logs) == [("write", "")]
 
 
-async def test_inv_12_memory_that_a_hanging_disk_still_reads_is_not_called_free(
+async def test_a_disk_that_hangs_keeps_its_thread_and_no_other_checkpoint_is_due_meanwhile(
     tmp_path: Path, segment: memoryview, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, stopped = threading.Event(), threading.Event()
 
-    def hangs(root: Path, version: Whole, stop: threading.Event) -> None:
+    def hangs(root: Path, version: Whole, reader: SegmentReader, stop: threading.Event) -> None:
         stop.wait(30)
         stopped.set()
         disk.wait(30)
 
     monkeypatch.setattr(checkpoints, "write", hangs)
+    monkeypatch.setattr(checkpoints, "WRITE_SECONDS", 0.1)
     monkeypatch.setattr(checkpoints, "STOP_SECONDS", 0.1)
     keeper = CheckpointKeeper(tmp_path, every=1, keep=1)
     with capture_logs() as logs:
-        assert not await keeper.keep(whole(segment, 1), coordinator.stub, soon(0.1))
+        assert keeper.begin(whole(segment, 1), coordinator.stub, lambda fence: None)
+        await eventually(lambda: failures(logs) == [("write", "")])
         assert stopped.is_set(), "it was told to stop"
-        assert await keeper.keep(whole(segment, 2), coordinator.stub, soon(0.1)), "of this one nothing was read"
-    assert failures(logs) == [("write", ""), ("write", "")]
-    disk.set()
+        assert not keeper.due()
+        disk.set()
+        await eventually(keeper.due)
     assert coordinator.published == []
 
 
-async def test_a_push_that_has_no_time_left_gets_no_checkpoint(
-    tmp_path: Path, segment: memoryview, coordinator: Coordinator
+async def test_an_agent_that_ends_leaves_nothing_half_of_what_it_was_writing(
+    tmp_path: Path, segment: memoryview, coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun = threading.Event()
+
+    def slow(root: Path, version: Whole, reader: SegmentReader, stop: threading.Event) -> CheckpointManifest | None:
+        begun.set()
+        stop.wait(30)
+        return write(root, version, reader, stop)
+
+    monkeypatch.setattr(checkpoints, "write", slow)
+    keeper = CheckpointKeeper(tmp_path, every=1, keep=1)
+    keeper.begin(whole(segment, 1), coordinator.stub, lambda fence: None)
+    await eventually(begun.is_set)
     with capture_logs() as logs:
-        assert await CheckpointKeeper(tmp_path, every=1, keep=1).keep(whole(segment), coordinator.stub, soon(-1))
+        await keeper.finish(0.0)
     assert failures(logs) == [("write", "")]
     assert names(tmp_path) == []
+    assert coordinator.published == []
+
+
+def test_the_first_commit_is_kept_and_then_each_so_many_th_and_a_turn_that_was_missed_is_made_up_for(
+    tmp_path: Path,
+) -> None:
+    keeper = CheckpointKeeper(tmp_path, every=3, keep=1)
+    turns = []
+    for commit in range(9):
+        turns.append(keeper.due())
+        keeper.committed()
+        if turns[-1] and commit != 3:  # the one of that turn came to nothing before it was begun
+            keeper._since = 0
+    assert turns == [True, False, False, True, True, False, False, True, False]

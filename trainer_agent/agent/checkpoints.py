@@ -1,8 +1,10 @@
-"""Checkpoints of committed versions: written from the leader's segments, told to the coordinator, retired when old.
+"""Checkpoints of committed versions: written beside training, told to the coordinator, retired when old.
 
-Promises: whatever happens here, the push that was committed stays what it is; only a fence is everybody's matter. A
-checkpoint that the coordinator does not know is removed again. Deleted is only what this trainer wrote, of this run and
-this model, after the coordinator was told; never what is newer than the version that it just committed, nor that one.
+Promises: no push waits for a disk. The segments of a version that is written are mapped before its push is answered,
+and its ranks take new ones (INV-12). One is written at a time; a push that comes meanwhile has none. Whatever happens
+here, the push that was committed stays what it is; only a fence is everybody's matter. A checkpoint that the
+coordinator does not know is removed again. Deleted is only what this trainer wrote, of this run and this model, after
+the coordinator was told; never what is newer than the version that it just committed, nor that one.
 """
 
 from __future__ import annotations
@@ -16,25 +18,35 @@ from pathlib import Path
 import grpc
 import structlog
 
-from controlplane.checkpoints import CheckpointManifest, CheckpointNotWritten
-from controlplane.core.errors import DeadlineExceeded, SegmentUnreadable, WeightplaneError
+from controlplane.checkpoints import (
+    CheckpointManifest,
+    CheckpointNotWritten,
+    identity,
+    old_numbers,
+    prefix_of,
+    remove,
+)
+from controlplane.core.errors import DeadlineExceeded, SegmentUnreadable, StaleTerm, WeightplaneError
 from controlplane.rpc.codec import version_to_proto
 from controlplane.rpc.errors import from_rpc_error
 from trainer_agent.agent import reasons
-from trainer_agent.agent.checkpoint_files import Whole, identity, prefix_of, remove, write
+from trainer_agent.agent.checkpoint_files import Whole, hold, write
+from trainer_agent.agent.frames import SegmentReader
 from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-TELL_SECONDS = 10.0
-"""How long the coordinator may take to hear of a checkpoint and of older ones' end; the ranks wait."""
-LATE_SECONDS = 8.0
-"""How far beyond the push's limit that may go: below what ranks wait beyond it."""
+WRITE_SECONDS = 3600.0
+"""Longest time that one may take to write; then it is given up, and its memory with it."""
+TELL_SECONDS = 60.0
+"""How long the coordinator may take to hear of a checkpoint, or of an older one's end: a restart of it fits in."""
 RPC_SECONDS = 5.0
 STOP_SECONDS = 3.0
 """How long the writing may take to notice that it is to stop. A disk that hangs is left alone with its thread."""
-_Writing = asyncio.Task[CheckpointManifest | None]
+FINISH_SECONDS = 30.0
+"""How long the agent's own end waits for the checkpoint that is being written."""
+Fenced = Callable[[StaleTerm], None]
 
 
 class _Coordinator:
@@ -69,61 +81,93 @@ class CheckpointKeeper:
         self._root = root
         self._every = every
         self._keep = keep
-        self._commits = 0
+        self._since = every - 1
+        """Commits since the last one that was begun. The first commit is kept."""
         self._known: dict[str, tuple[str, str, int] | None] = {}
         """Run, model and number of each directory that was looked at; None: it is no checkpoint."""
         self._untold: set[int] = set()
         """Numbers that are removed, and that the coordinator may still know."""
-        self._writing: _Writing | None = None
+        self._whole: Whole | None = None
+        self._work: asyncio.Task[None] | None = None
+        self._thread: asyncio.Task[CheckpointManifest | None] | None = None
+        self._stop = threading.Event()
 
     def due(self) -> bool:
-        """Count a committed push: whether it is to be kept. The first is."""
-        self._commits += 1
-        return (self._commits - 1) % self._every == 0
+        """Whether the push that begins now is to be kept if it commits: its turn, and nothing is being written."""
+        if self._since + 1 < self._every:
+            return False
+        if self.idle:
+            return True
+        log.info("checkpoint_skipped", cause="the one before is still being written")
+        return False
 
-    async def keep(self, whole: Whole, fleet: fleet_pb2_grpc.FleetAsyncStub, deadline: float) -> bool:
-        """Write it, tell of it, retire older ones, by `deadline` (of the loop's clock) or soon after.
+    @property
+    def idle(self) -> bool:
+        return all(task is None or task.done() for task in (self._work, self._thread))
+
+    @property
+    def name(self) -> str:
+        """Of what is being written; empty: nothing is."""
+        return "" if self.idle or self._whole is None else self._whole.name
+
+    def committed(self) -> None:
+        """Count a committed push."""
+        self._since += 1
+
+    def begin(self, whole: Whole, fleet: fleet_pb2_grpc.FleetAsyncStub, fenced: Fenced) -> bool:
+        """Write a version that was due, tell of it, retire older ones; all that goes on beside the caller.
 
         Returns:
-            Whether nobody reads the segments any more.
-
-        Raises:
-            StaleTerm: a later term was given.
+            Whether its segments are being read from now on.
         """
-        work = self._begun(whole, deadline)
-        if work is None:
-            return True
-        manifest = await self._written(whole, *work, deadline)
-        coordinator = _Coordinator(fleet, min(_now() + TELL_SECONDS, deadline + LATE_SECONDS))
-        if manifest is not None and await self._published(whole, manifest, coordinator):
-            await self._retire_old(whole, coordinator)
-        return work[0].done()
+        assert self.idle, "it was due"
+        try:
+            reader = hold(whole)
+        except (CheckpointNotWritten, SegmentUnreadable) as error:
+            self._failed(whole, "write", str(error))
+            return False
+        self._since, self._whole = 0, whole
+        self._stop = threading.Event()
+        self._work = asyncio.create_task(self._kept(whole, reader, fleet, fenced))
+        return True
+
+    async def finish(self, seconds: float = FINISH_SECONDS) -> None:
+        """Wait for what is being written, then stop it. Nothing half is left under a checkpoint's name."""
+        tasks = {task for task in (self._work, self._thread) if task is not None}
+        if not tasks:
+            return
+        await asyncio.wait(tasks, timeout=seconds)
+        self._stop.set()
+        await asyncio.wait(tasks, timeout=STOP_SECONDS)
+        if self._work is not None:
+            self._work.cancel()
+
+    async def _kept(
+        self, whole: Whole, reader: SegmentReader, fleet: fleet_pb2_grpc.FleetAsyncStub, fenced: Fenced
+    ) -> None:
+        """Supervises: the fleet serves the version, whatever is wrong with us."""
+        try:
+            manifest = await self._written(whole, reader)
+            coordinator = _Coordinator(fleet, _now() + TELL_SECONDS)
+            if manifest is not None and await self._published(whole, manifest, coordinator):
+                await self._retire_old(whole, coordinator)
+        except StaleTerm as fence:
+            fenced(fence)
+        except Exception:
+            log.exception("checkpoint_broke", name=whole.name)
 
     # ---- writing ----
 
-    def _begun(self, whole: Whole, deadline: float) -> tuple[_Writing, threading.Event] | None:
-        """The thread that writes, and what stops it. None: it makes no sense now."""
-        if self._writing is not None and not self._writing.done():
-            self._failed(whole, "write", "the one before is still being written")
-            return None
-        if deadline <= _now():
-            self._failed(whole, "write", "the push's time was over before it began")
-            return None
-        stop = threading.Event()
-        self._writing = asyncio.create_task(asyncio.to_thread(write, self._root, whole, stop))
-        self._writing.add_done_callback(_heard)
-        return self._writing, stop
-
-    async def _written(
-        self, whole: Whole, writing: _Writing, stop: threading.Event, deadline: float
-    ) -> CheckpointManifest | None:
+    async def _written(self, whole: Whole, reader: SegmentReader) -> CheckpointManifest | None:
         """None: it was not written; the log says why, and nothing is left of it."""
         began = time.monotonic()
-        try:
-            await asyncio.wait({writing}, timeout=max(deadline - _now(), 0.0))
-        finally:
-            stop.set()
-        await asyncio.wait({writing}, timeout=STOP_SECONDS)
+        writing = asyncio.create_task(asyncio.to_thread(write, self._root, whole, reader, self._stop))
+        writing.add_done_callback(_heard)
+        self._thread = writing
+        await asyncio.wait({writing}, timeout=WRITE_SECONDS)
+        if not writing.done():
+            self._stop.set()
+            await asyncio.wait({writing}, timeout=STOP_SECONDS)
         seconds = round(time.monotonic() - began, 3)
         if not writing.done():
             self._failed(whole, "write", f"the disk took longer than {seconds} s; its thread is left alone")
@@ -134,7 +178,7 @@ class CheckpointKeeper:
             self._failed(whole, "write", str(error))
             return None
         if manifest is None:
-            self._failed(whole, "write", f"the push's time was over after {seconds} s")
+            self._failed(whole, "write", f"it was stopped after {seconds} s")
             return None
         byte_count = whole.layout.byte_count
         log.info("checkpoint_written", name=whole.name, version=str(whole.version), bytes=byte_count, seconds=seconds)
@@ -212,13 +256,6 @@ class CheckpointKeeper:
         )
 
 
-def old_numbers(found: dict[str, int], committed: int, keep: int) -> set[int]:
-    """Numbers to retire: beyond the `keep` newest up to the one just committed. Higher ones are of a history that the
-    coordinator's ledger does not know (an older copy was accepted, or a new one begun): they are a person's."""
-    numbers = sorted({n for n in found.values() if n < committed}, reverse=True)
-    return set(numbers[keep - 1 :])
-
-
 def _to_proto(whole: Whole, manifest: CheckpointManifest) -> fleet_pb2.Checkpoint:
     return fleet_pb2.Checkpoint(
         model=whole.model,
@@ -232,7 +269,7 @@ def _to_proto(whole: Whole, manifest: CheckpointManifest) -> fleet_pb2.Checkpoin
     )
 
 
-def _heard(work: _Writing) -> None:
+def _heard(work: asyncio.Task[CheckpointManifest | None]) -> None:
     """What a thread that was left alone still raises is told here, and by nobody else."""
     if not work.cancelled():
         work.exception()

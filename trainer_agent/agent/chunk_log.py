@@ -25,6 +25,8 @@ class ChunkLog:
         self.ring = ring
         self.read = -1
         """Chunks up to this one were read to the end; in a ring their bytes may be gone."""
+        self.byte_count = 0
+        """Bytes of what was announced."""
         self._progress = progress
         self._chunks: list[rank_pb2.SendChunk] = []
         self._news = asyncio.Event()
@@ -37,6 +39,7 @@ class ChunkLog:
         if len(self._chunks) == MAX_CHUNKS:
             raise LimitExceeded(what="chunks of one push", limit=MAX_CHUNKS, got=MAX_CHUNKS + 1)
         self._chunks.append(chunk)
+        self.byte_count += sum(r.byte_count for r in chunk.records)
         self._wake()
 
     def finish(self, end: rank_pb2.PushEnd) -> None:

@@ -25,10 +25,13 @@ from controlplane.core.errors import (
     WeightplaneError,
 )
 from controlplane.rpc.channels import open_channel
+from controlplane.rpc.server import RunningServer
 from trainer_agent import segments
 from trainer_agent.agent.avoided import Avoided
-from trainer_agent.agent.checkpoints import CheckpointKeeper
+from trainer_agent.agent.checkpoints import FINISH_SECONDS, CheckpointKeeper
 from trainer_agent.agent.lastlife import LastLife
+from trainer_agent.agent.lifecycle_service import TrainerLifecycle, serve
+from trainer_agent.agent.output import RankOutput
 from trainer_agent.agent.push import PushContext
 from trainer_agent.agent.pusher import Pusher
 from trainer_agent.agent.ranks import RankConnection, RankServer
@@ -45,8 +48,18 @@ log = structlog.get_logger(__name__)
 class TrainerAgent:
     """Owns one trainer's ranks on this node, its lease, and its pushes."""
 
-    def __init__(self, settings: TrainerSettings, socket_path: Path) -> None:
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        socket_path: Path,
+        *,
+        stop: asyncio.Event | None = None,
+        output: RankOutput | None = None,
+    ) -> None:
+        """`stop` ends the ranks in order, `output` is what they write; None: neither is this agent's."""
         self._settings = settings
+        self._lifecycle = TrainerLifecycle(settings, self, stop, output)
+        self._serving: RunningServer | None = None
         self._server = RankServer(socket_path, self)
         self._stubs = Stubs(settings.coordinator, open_channel)
         self._life = LastLife(settings.state_dir)
@@ -67,14 +80,18 @@ class TrainerAgent:
         """Every rank that was there is gone."""
 
     async def start(self) -> None:
-        """Sweep what dead ranks left, and listen."""
+        """Sweep what dead ranks left, and listen. Raises PortUnavailable."""
         segments.sweep()
+        self._serving = await serve(self._lifecycle, self._settings.listen)
         await self._server.start()
+        if self._settings.address_file is not None:
+            self._settings.address_file.write_text(self._serving.address)
 
     async def close(self, goodbye: str = "the trainer ends") -> None:
         """Say goodbye, drop the ranks, sweep. The lease is given back."""
         if self._pusher is not None:
             await self._pusher.close()
+        await self._finish_checkpoint()
         if self._session is not None:
             await self._session.close(goodbye)
         await self._server.close()
@@ -82,6 +99,8 @@ class TrainerAgent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stubs.close()
+        if self._serving is not None:
+            await self._serving.stop()
         segments.sweep()
 
     @property
@@ -93,6 +112,34 @@ class TrainerAgent:
     def pids(self) -> list[int]:
         """Processes of the connected ranks."""
         return [c.pid for c in self._set.members.values()] if self._set else []
+
+    # ---- what people ask (Trainer) ----
+
+    @property
+    def ranks(self) -> RankSet | None:
+        """The present life of the set of ranks."""
+        return self._set
+
+    @property
+    def run_id(self) -> str:
+        """Empty: not known yet."""
+        return self._run_id
+
+    @property
+    def waits_for(self) -> str:
+        """Why the lease is not held."""
+        error = self.refusal or self._waits_for
+        return "" if error is None else str(error)
+
+    @property
+    def update(self) -> fleet_pb2.UpdateState | None:
+        """The update that is being carried."""
+        return None if self._pusher is None else self._pusher.update
+
+    @property
+    def checkpoint(self) -> str:
+        """What is being written to disk."""
+        return "" if self._checkpoints is None else self._checkpoints.name
 
     # ---- what ranks say (RankEvents) ----
 
@@ -206,12 +253,19 @@ class TrainerAgent:
         """Nobody is left: end the push, then sweep; engines may have read dead ranks' segments until now."""
         if self._pusher is not None:
             await self._pusher.idle()
+        if on_purpose:
+            await self._finish_checkpoint()
         segments.sweep()
         if self._set is not ranks:
             return
         if on_purpose and self._session is not None:
             await self._session.close("the ranks left")
         self.ended.set()
+
+    async def _finish_checkpoint(self) -> None:
+        """Before the lease is given back: it is published under it. One of a fenced trainer is of no use."""
+        if self._checkpoints is not None:
+            await self._checkpoints.finish(FINISH_SECONDS if self.refusal is None else 0.0)
 
     # ---- what the coordinator says (SessionEvents) ----
 
@@ -252,6 +306,7 @@ class TrainerAgent:
             parts=tuple(ranks.parts),
             chunk_bytes=self._settings.chunk_bytes,
             world_size=ranks.world_size,
+            fenced=lambda fence: self.refused(ranks.incarnation, fence),
             checkpoints=self._checkpoints,
             avoided=self._avoided,
             link_host=self._settings.link_host,

@@ -18,6 +18,7 @@ import structlog
 
 from controlplane.exit_codes import ExitCode
 from controlplane.processes import descendants, set_death_signal, start_time
+from trainer_agent.agent.output import wrapped
 
 log = structlog.get_logger(__name__)
 
@@ -38,10 +39,13 @@ class Launcher:
     async def start(
         cls, nproc_per_node: int, command: Sequence[str], environment: Mapping[str, str], stop_seconds: float
     ) -> Launcher:
-        """Start ranks that run `command` (a Python script and its arguments); see `stop` for `stop_seconds`."""
+        """Start ranks that run `command` (a Python script and its arguments); see `stop` for `stop_seconds`.
+
+        `environment` says where the ranks write; see `RankOutput`.
+        """
         grace = max(int(stop_seconds * RANKS_SHARE), 1)
         arguments = ["--standalone", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0"]
-        arguments += [f"--shutdown-timeout={grace}", *command]
+        arguments += [f"--shutdown-timeout={grace}", *wrapped(command)]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from controlplane.core.errors import DeadlineExceeded, UpdateFailed, WeightplaneError
+from controlplane.core.errors import UpdateFailed, WeightplaneError
 from controlplane.rpc.codec import version_from_proto
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2
@@ -38,13 +38,6 @@ def update_failed(state: fleet_pb2.UpdateState, cause: str, errors: dict[str, We
         cause=cause,
         outcomes=_outcomes_text(state.engines, errors),
     )
-
-
-def late(state: fleet_pb2.UpdateState, waiting: list[str], seconds: float) -> DeadlineExceeded:
-    """The ranks' limit came first; `waiting` are the engines that were not ready."""
-    phase = fleet_pb2.UpdatePhase.Name(state.phase).removeprefix("UPDATE_PHASE_").lower()
-    waited_for = ", ".join(waiting or ["the coordinator's decision"])
-    return DeadlineExceeded(phase=f"push ({phase})", waited_for=waited_for, waited_seconds=round(seconds, 1))
 
 
 def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:

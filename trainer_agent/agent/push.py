@@ -2,16 +2,17 @@
 
 Promises: the result is the coordinator's decision or the error that prevented one, never the fate of a stream
 (INV-8, INV-9); whatever happens it comes within the ranks' limit; after a failure no commit frame is sent. Memory is
-called free only if every engine said so (INV-12), and no checkpoint is written from it any more.
+called free only if every engine said so, and no checkpoint is written from it (INV-12).
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -24,7 +25,7 @@ from controlplane.core.errors import (
 )
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
-from trainer_agent.agent import outcome
+from trainer_agent.agent import outcome, stuck
 from trainer_agent.agent.announced import Announced, Release
 from trainer_agent.agent.answers import ABORT_SECONDS
 from trainer_agent.agent.avoided import Avoided
@@ -69,6 +70,8 @@ class PushContext:
     parts: tuple[weight_update_pb2.LayoutPart, ...]
     chunk_bytes: int
     world_size: int
+    fenced: Callable[[StaleTerm], None]
+    """Told when something that goes on beside the pushes meets a later term."""
     avoided: Avoided = field(default_factory=Avoided)
     """Ways that did not work."""
     link_host: str = ""
@@ -93,10 +96,17 @@ class Push:
     """Tells a rank that a chunk's memory may be written again."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
+    look: Callable[[stuck.Waited], Coroutine[Any, Any, str]] | None = None
+    """Looks at processes that are waited for."""
+    stacks: asyncio.Task[str] | None = None
+    """What those who were waited for do, looked at in the moment that the limit came; whoever asks waits for it."""
     _final: bool = False
+    _keeps: bool = False
+    """A checkpoint of it is due: the ranks keep the whole version until it is answered."""
     _started: float = 0.0
     _announced: Announced | None = None
     _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
+    _watch: UpdateWatch | None = None
     _streams: list[EngineStream] = field(default_factory=list)
     _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -134,6 +144,21 @@ class Push:
         else:
             # Whoever left the link first says why on its stream, at the same moment.
             asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
+
+    @property
+    def state(self) -> fleet_pb2.UpdateState | None:
+        """The coordinator's last word on it."""
+        return None if self._watch is None else self._watch.state
+
+    @property
+    def assignments(self) -> Sequence[fleet_pb2.Assignment]:
+        """Of the plan."""
+        return self._begun.plan.assignments
+
+    @property
+    def digest(self) -> bytes:
+        """Content digest, once a leader announced everything."""
+        return b"" if self._announced is None else self._announced.digest
 
     def _take(self, act: Callable[[Announced], None]) -> None:
         """What comes without a plan belongs to no push."""
@@ -181,13 +206,12 @@ class Push:
         self._begun = begun
         self.context.avoided.lives(a.engine for a in begun.plan.assignments)
         watch = UpdateWatch(self.context.stubs.fleet, self.context.run_id, begun)
+        self._watch = watch
         watching = asyncio.create_task(watch.run())
         try:
             check_plan(begun.plan, self.context.world_size)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
-            plan = push_plan(
-                begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self.context.checkpoints is not None
-            )
+            plan = self._push_plan(begun)
             self._announced = Announced(plan, self.release)
             self._open_streams(begun, watch, self._announced)
             self.send_plan(plan)
@@ -200,16 +224,19 @@ class Push:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         result = self._result(watch.state, ends)
-        if not result.error_reason and not await self._keep_checkpoint(watch.state):
+        if not result.error_reason and self._reads_on(watch.state):
             result.memory_released = False
         return result
 
-    async def _keep_checkpoint(self, state: fleet_pb2.UpdateState) -> bool:
-        """After a commit, while the ranks still wait: whether the segments are certainly not read for it any more."""
+    def _reads_on(self, state: fleet_pb2.UpdateState) -> bool:
+        """After a commit: whether a checkpoint is being written from the segments from now on."""
         keeper, said = self.context.checkpoints, self._announced
+        if keeper is None:
+            return False
+        keeper.committed()
         chunks = None if said is None else said.whole
-        if keeper is None or said is None or chunks is None or not keeper.due():
-            return True
+        if not self._keeps or said is None or chunks is None:
+            return False
         whole = Whole(
             run_id=self.context.run_id,
             model=self.context.model,
@@ -219,15 +246,12 @@ class Push:
             content_digest=said.digest,
             chunks=chunks,
         )
-        try:
-            return await keeper.keep(whole, self.context.stubs.fleet, self._started + self.limit_seconds)
-        except StaleTerm as fence:
-            self.fail(fence)
-            return True
-        except Exception:
-            # Supervises: the fleet serves the version, whatever is wrong with us. Who reads the memory is unknown.
-            log.exception("checkpoint_broke", step=self.step)
-            return False
+        return keeper.begin(whole, self.context.stubs.fleet, self.context.fenced)
+
+    def _push_plan(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushPlan:
+        keeper = self.context.checkpoints
+        self._keeps = keeper is not None and keeper.due()
+        return push_plan(begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self._keeps)
 
     def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch, said: Announced) -> None:
         cargo = self._cargo(begun)
@@ -285,11 +309,25 @@ class Push:
             if not decision.done() and watch.commits:
                 await asyncio.wait({decision}, timeout=self._left() + DECIDE_SECONDS)
             if not decision.done():
-                waiting = [s.engine_id for s in self._streams if not s.ready]
-                raise trouble.result() if trouble.done() else outcome.late(watch.state, waiting, _now() - self._started)
+                raise trouble.result() if trouble.done() else self._late(watch)
         finally:
             decision.cancel()
             trouble.cancel()
+
+    def _late(self, watch: UpdateWatch) -> WeightplaneError:
+        """The ranks' limit came first."""
+        assert self._announced is not None, "streams are open"
+        logs = [self._announced.logs[s.engine_id] for s in self._streams]
+        streams = [
+            stuck.Stream(a, log.byte_count, log.end is not None, s.sent_bytes, s.ready)
+            for a, log, s in zip(self.assignments, logs, self._streams, strict=True)
+        ]
+        ready = stuck.before_go(streams, self.context.layout.byte_count)
+        waited = stuck.after_go(watch.state, self.assignments) if watch.commits else ready
+        if self.look is not None:
+            self.stacks = asyncio.create_task(self.look(waited))
+        phase = fleet_pb2.UpdatePhase.Name(watch.state.phase).removeprefix("UPDATE_PHASE_").lower()
+        return waited.late(f"push ({phase})", _now() - self._started)
 
     async def _trouble(self, watch: UpdateWatch) -> WeightplaneError:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""

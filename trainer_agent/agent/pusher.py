@@ -12,13 +12,16 @@ from collections.abc import Callable
 import structlog
 
 from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from trainer_agent.agent import stuck
 from trainer_agent.agent.outcome import failed
 from trainer_agent.agent.plans import for_rank
 from trainer_agent.agent.push import Push, PushContext
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
+from trainer_agent.agent.serving import Serving
 from trainer_agent.wire import typed_error
 from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -27,6 +30,8 @@ FIRST_RETRY_SECONDS = 0.25
 MAX_RETRY_SECONDS = 5.0
 RETRY_SECONDS_LEFT = 5.0
 """With less time than this left a failed push is not repeated."""
+OTHERS_END_SECONDS = 0.5
+"""A rank that dies breaks collectives of the others, who may tell of that sooner than the kernel of the death."""
 
 
 class Pusher:
@@ -46,6 +51,9 @@ class Pusher:
         self._task: asyncio.Task[None] | None = None
         self._failures = 0
         """Attempts of the present push that failed."""
+        self._serving = Serving(ranks, context)
+        self._waiting: asyncio.Task[None] | None = None
+        """Ends the wait for ranks that do not come to the push."""
 
     def begin(self, rank: RankConnection, begin: rank_pb2.PushBegin) -> None:
         """A rank entered push()."""
@@ -53,7 +61,10 @@ class Pusher:
         if self._ranks.lost is not None:
             self._answer(failed(self._ranks.lost, None, released=True))
         elif len(self._begun) == self._ranks.world_size:
+            self._stop_waiting()
             self._task = asyncio.create_task(self._run())
+        elif self._waiting is None:
+            self._waiting = asyncio.create_task(self._wait_for_ranks(begin.timeout_seconds))
 
     def said(self, rank: RankConnection, request: rank_pb2.RankRequest) -> None:
         """Anything else about a push. What comes after its end is dropped: the answer is on its way."""
@@ -75,14 +86,42 @@ class Pusher:
 
     async def close(self) -> None:
         """End what runs, and wait for it."""
+        self._stop_waiting()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
+        await self._serving.close()
 
     async def idle(self) -> None:
         """Wait until no push runs."""
         if self._task is not None:
             await asyncio.wait({self._task})
+
+    @property
+    def update(self) -> fleet_pb2.UpdateState | None:
+        """The update that is being carried."""
+        return None if self._push is None else self._push.state
+
+    def _stop_waiting(self) -> None:
+        if self._waiting is not None:
+            self._waiting.cancel()
+            self._waiting = None
+
+    async def _wait_for_ranks(self, seconds: float) -> None:
+        """A rank that does not come to the push is named to those that did."""
+        await asyncio.sleep(seconds)
+        waited = stuck.before_begin(self._ranks, self._begun)
+        result = failed(waited.late("push (begin)", seconds), None, released=True)
+        result.stacks = await self._look(waited)
+        self._answer(result)
+
+    async def _look(self, waited: stuck.Waited) -> str:
+        """Supervises: ranks wait for the answer that this goes with."""
+        try:
+            return await stuck.look(waited, self._ranks, self._context.stubs, self._context.run_id)
+        except Exception as error:
+            log.exception("look_broke")
+            return f"nobody could look: {error!r}"
 
     @property
     def _task_over(self) -> bool:
@@ -96,9 +135,13 @@ class Pusher:
         left = limit - (asyncio.get_running_loop().time() - started)
         result.retry = result.retry and self._ranks.lost is None and left > RETRY_SECONDS_LEFT
         self._failures = self._failures + 1 if result.retry else 0
+        if push.stacks is not None:
+            result.stacks = await push.stacks
         self._push = None
         if not result.error_reason:  # committed, also if it was fenced since: the ranks hear both, in this order
+            begun = dict(self._begun)
             self._answer(result)
+            self._serving.follow(push, begun, result.state, left)
         if isinstance(push.error, StaleTerm):
             self._fenced(push.error)
         if result.error_reason:
@@ -116,19 +159,25 @@ class Pusher:
             return failed(PeerLost(peer="the trainer agent", cause=repr(error)), None, released=False)
 
     def _new_push(self, limit: float) -> Push:
-        steps = {r: b.step for r, b in sorted(self._begun.items())}
+        begun = sorted(self._begun.items())
+        said: dict[str, dict[int, object]] = {
+            "the step": {r: b.step for r, b in begun},
+            "whether to wait for the push": {r: "push_async" if b.detached else "push" for r, b in begun},
+        }
         push = Push(
             self._context,
             term=self._ranks.term,
-            step=steps[0],
+            step=begun[0][1].step,
             limit_seconds=limit,
             first=self._failures == 0,
             send_plan=self._send_plan,
+            look=self._look,
             release=self._release,
         )
-        if len(set(steps.values())) > 1:
-            push.fail(SlotMismatch(engine_id="every engine", what="the step", ranks=str(steps)))
-        elif self._ranks.lost is not None:
+        for what, by_rank in said.items():
+            if len(set(by_rank.values())) > 1:
+                push.fail(SlotMismatch(engine_id="every engine", what=what, ranks=str(by_rank)))
+        if self._ranks.lost is not None:
             push.fail(self._ranks.lost)
         return push
 
@@ -148,16 +197,20 @@ class Pusher:
                 result.sequence = begin.sequence
                 self._ranks.members[rank].send(rank_pb2.RankResponse(push_result=result))
         self._begun.clear()
+        self._stop_waiting()
         log.info("push_ended", reason=result.error_reason or "NONE", retry=result.retry, cause=result.error_message)
 
     def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:
-        """An error of ours is known to everybody; any other exception is the end of that rank."""
+        """An error of ours is known to everybody; any other exception is the end of that rank, or of one before it."""
+        push = self._push
         error = typed_error(what.error_reason, what.error_metadata, what.cause)
         if not what.error_reason:
             error = PeerLost(peer=f"rank {rank}", cause=what.cause)
-        if self._push is not None and isinstance(error, LinkFailed):
-            self._push.link_failed(error)
-        elif self._push is not None:
-            self._push.fail(error, final=not what.error_reason)
-        else:
+        if push is None:
             self.fail(error)
+        elif isinstance(error, LinkFailed):
+            push.link_failed(error)
+        elif what.error_reason:
+            push.fail(error)
+        else:  # a death that is told meanwhile is the first word
+            asyncio.get_running_loop().call_later(OTHERS_END_SECONDS, lambda: push.fail(error, final=True))

@@ -34,6 +34,8 @@ class RankSet:
         """A session was opened for it."""
         self.layout: Layout | None = None
         self.parts: list[weight_update_pb2.LayoutPart] = []
+        self.gone: dict[int, tuple[RankConnection, str]] = {}
+        """Ranks that were here, and how each ended."""
         self._progress: dict[int, tuple[int, str]] = {}
         self.progress = 0
         """Grows whenever step or phase moved on any rank: what renews the lease."""
@@ -91,6 +93,7 @@ class RankSet:
         if self.members.get(connection.rank) is not connection:
             return False
         del self.members[connection.rank]
+        self.gone[connection.rank] = (connection, cause)
         self.lost = self.lost or PeerLost(peer=f"rank {connection.rank}", cause=cause)
         return True
 
@@ -99,6 +102,15 @@ class RankSet:
         if self._progress.get(rank) != (step, phase):
             self._progress[rank] = (step, phase)
             self.progress += 1
+
+    def progress_of(self, rank: int) -> tuple[int, str]:
+        """Step and phase that it last told."""
+        return self._progress.get(rank, (0, ""))
+
+    def doing(self, rank: int) -> str:
+        """The same, for people."""
+        step, phase = self.progress_of(rank)
+        return f"phase {phase or 'unknown'}, step {step}"
 
     def status(self) -> fleet_pb2.TrainerStatus:
         """What the coordinator is told: the slowest rank's step and phase."""

@@ -9,17 +9,19 @@ from __future__ import annotations
 import asyncio
 import shutil
 import signal
-import tempfile
 from pathlib import Path
 
 import structlog
 
 from controlplane.core.errors import StaleTerm
 from controlplane.exit_codes import ExitCode
+from controlplane.rpc.server import PortUnavailable
 from trainer_agent import wire
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.launch import Launcher
+from trainer_agent.agent.output import DIRECTORY_VARIABLE, RankOutput
 from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.directories import private_directory, sweep
 
 log = structlog.get_logger(__name__)
 
@@ -31,16 +33,23 @@ async def run_trainer(settings: TrainerSettings, command: list[str]) -> int:
     """Start ranks that run `command` (a Python script and its arguments) and see them through.
 
     Returns:
-        The exit code: OK, FENCED, LEASE_HELD, CONFIG, RANKS_FAILED or INTERRUPTED. SIGINT and SIGTERM end it in order.
+        The exit code: OK, FENCED, LEASE_HELD, CONFIG, PORT_IN_USE, RANKS_FAILED or INTERRUPTED. SIGINT, SIGTERM and
+        Lifecycle.Shutdown end it in order.
     """
-    directory = Path(tempfile.mkdtemp(prefix="weightplane-"))
-    agent = TrainerAgent(settings, directory / "ranks.sock")
+    sweep()
+    directory = private_directory()
+    output = RankOutput(directory, settings.nproc_per_node)
     stop = _stop_event()
+    agent = TrainerAgent(settings, directory / "ranks.sock", stop=stop, output=output)
     try:
         await agent.start()
         return int(await _lives(settings, command, agent, directory, stop))
+    except PortUnavailable as error:
+        log.error("port_unavailable", cause=str(error))
+        return ExitCode.PORT_IN_USE
     finally:
         await agent.close()
+        output.close()
         shutil.rmtree(directory, ignore_errors=True)
 
 
@@ -53,6 +62,7 @@ async def _lives(
             wire.COORDINATOR_VARIABLE: settings.coordinator,
             wire.RUN_ID_VARIABLE: settings.run_id,
             wire.RESTART_COUNT_VARIABLE: str(life),
+            DIRECTORY_VARIABLE: str(directory),
         }
         launcher = await Launcher.start(settings.nproc_per_node, command, environment, settings.stop_seconds)
         log.info("ranks_started", life=life, count=settings.nproc_per_node)

@@ -44,6 +44,10 @@ class TrainerSettings:
     back at once. None: it waits for the lease to lapse."""
     takeover: bool = False
     """Take the lease over whoever holds it; the holder is fenced."""
+    listen: str = "127.0.0.1:0"
+    """Address to serve Lifecycle on: status, stop, the ranks' last output. Port 0 takes any free one."""
+    address_file: Path | None = None
+    """Where the bound address is written, once it serves."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Largest range of a segment that is announced at once."""
     link_host: str = ""
@@ -54,7 +58,8 @@ class TrainerSettings:
     """Directory that the engines' nodes see too: committed versions are kept there, so that the coordinator can bring
     engines up to date and roll back. It is made if it is missing. None: no checkpoints."""
     checkpoint_every: int = 1
-    """Keep the first committed push, and then each so many-th. The ranks wait for it in `push`."""
+    """Keep the first committed push, and then each so many-th. Nobody waits for it; a push that comes while one is
+    written has none, and the next one has. Until it is written its ranks hold two copies of the weights in memory."""
     checkpoint_keep: int = 2
     """How many of them stay; older ones of this run and model are retired, then deleted."""
     stop_seconds: float = 30.0

@@ -14,12 +14,19 @@ import signal
 import sys
 from pathlib import Path
 
+import structlog
+
+from controlplane.config import ConfigError, load
 from controlplane.core.errors import StaleTerm
 from controlplane.exit_codes import ExitCode
 from controlplane.processes import open_process
 from controlplane.rpc.logs import configure_logging
+from controlplane.rpc.server import PortUnavailable
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.directories import sweep
+
+log = structlog.get_logger(__name__)
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,17 +35,32 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket", required=True, type=Path)
     parser.add_argument("--parent", required=True, type=int)
     parser.add_argument("--run-id", default="")
+    parser.add_argument("--config", type=Path)
     given = parser.parse_args(arguments)
     configure_logging("trainer")
-    settings = TrainerSettings(coordinator=given.coordinator, run_id=given.run_id, model="")
+    try:
+        settings = _settings(given)
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        return ExitCode.CONFIG
     return asyncio.run(_serve(settings, given.socket, given.parent))
 
 
+def _settings(given: argparse.Namespace) -> TrainerSettings:
+    """Of the file, with what its ranks said on top: they state the model. Raises ConfigError."""
+    said = {"coordinator": given.coordinator, "model": ""} | ({"run_id": given.run_id} if given.run_id else {})
+    return load(TrainerSettings, given.config, said)
+
+
 async def _serve(settings: TrainerSettings, socket_path: Path, parent: int) -> int:
+    sweep()
     agent = TrainerAgent(settings, socket_path)
     try:
         await agent.start()
         await _until_over(agent, parent)
+    except PortUnavailable as error:
+        log.error("port_unavailable", cause=str(error))
+        return ExitCode.PORT_IN_USE
     finally:
         await agent.close()
         shutil.rmtree(socket_path.parent, ignore_errors=True)

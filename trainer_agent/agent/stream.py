@@ -91,6 +91,8 @@ class EngineStream:
         self._watch = watch
         self.way: Way = make_way(assignment, chunks)
         self._sent = 0
+        self.sent_bytes = 0
+        """Of this attempt's chunks, so far."""
         self._abort = asyncio.Event()
         self._abort_reason = ""
         self._commit_sent = False
@@ -250,7 +252,7 @@ class EngineStream:
 
     async def _send_chunks(self, call: Call) -> None:
         """Flow control is gRPC's: a write waits until the agent reads."""
-        self._sent = 0
+        self._sent = self.sent_bytes = 0
         index = 0
         while (chunk := await self._chunks.chunk(index)) is not None:
             for records, buffers in self.way.cut(chunk):
@@ -260,6 +262,7 @@ class EngineStream:
                 self._handed = self.way.hands_out
                 await call.write(Request(chunk=frame))
                 self._sent += 1
+                self.sent_bytes += sum(r.byte_count for r in records)
                 failpoints.hit("trainer.between_chunks", self._sent)
             self._chunks.mark_read(index)
             index += 1

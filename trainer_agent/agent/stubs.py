@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import grpc
 
-from weightplane.v1 import fleet_pb2_grpc, weight_update_pb2_grpc
+from weightplane.v1 import fleet_pb2_grpc, lifecycle_pb2_grpc, weight_update_pb2_grpc
 
 
 class Stubs:
@@ -20,12 +20,20 @@ class Stubs:
 
     def engine(self, endpoint: str) -> weight_update_pb2_grpc.WeightUpdateAsyncStub:
         """The stub of an engine agent."""
-        if endpoint not in self._engines:
-            self._engines[endpoint] = self._open(endpoint)
         stub: weight_update_pb2_grpc.WeightUpdateAsyncStub = weight_update_pb2_grpc.WeightUpdateStub(
-            self._engines[endpoint]
+            self._channel(endpoint)
         )
         return stub
+
+    def lifecycle(self, endpoint: str) -> lifecycle_pb2_grpc.LifecycleAsyncStub:
+        """The same agent's other service."""
+        stub: lifecycle_pb2_grpc.LifecycleAsyncStub = lifecycle_pb2_grpc.LifecycleStub(self._channel(endpoint))
+        return stub
+
+    def _channel(self, endpoint: str) -> grpc.aio.Channel:
+        if endpoint not in self._engines:
+            self._engines[endpoint] = self._open(endpoint)
+        return self._engines[endpoint]
 
     async def keep(self, endpoints: Collection[str]) -> None:
         """Close every engine's channel but these."""

@@ -63,6 +63,8 @@ class RankLink:
         self._received = bytearray()
         self._owner = os.getpid()
         self._over: WeightplaneError | None = None
+        self.aside: Callable[[rank_pb2.RankResponse], bool] | None = None
+        """Shown each message as it is read; what it takes (True) is given to nobody else."""
         let_go_in_children(self)
 
     def send(self, request: rank_pb2.RankRequest, patience: Patience) -> None:
@@ -107,6 +109,14 @@ class RankLink:
             message = self._next()
         return message
 
+    def wait(self, patience: Patience, phase: str, waited_for: str) -> None:
+        """Wait a slice for more to read, and read it: `poll` has it then. Raises as `receive` does."""
+        self._check()
+        if patience.wait(self._poller(select.POLLIN)):
+            self._fill()
+        elif patience.left <= 0:
+            raise patience.expired(phase, waited_for)
+
     def close(self) -> None:
         self._socket.close()
 
@@ -137,6 +147,13 @@ class RankLink:
         self._received += data
 
     def _next(self) -> rank_pb2.RankResponse | None:
+        """The next whole message that nobody takes aside."""
+        while (message := self._whole()) is not None:
+            if self.aside is None or not self.aside(message):
+                return message
+        return None
+
+    def _whole(self) -> rank_pb2.RankResponse | None:
         """Takes one whole message out of what was received; a session's error is raised, now and ever after."""
         if len(self._received) < wire.HEADER_BYTES:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import version_from_proto
 from trainer_agent import wire
@@ -24,16 +25,24 @@ class PushReport:
     outcomes: dict[str, str] = field(default_factory=dict)
     """What became of each engine, by its own report (INV-9): APPLIED, LOST, or another stage and its reason."""
     seconds: float = 0.0
-    """From the call to the answer: repeats are included, and the writing of a checkpoint."""
+    """From the call to the answer's being read; repeats are included."""
+    serving: tuple[str, ...] = ()
+    """Engines that were seen to take requests under it, where that was waited for; the first, not all."""
 
 
-def report_of(result: rank_pb2.PushResult, step: int, seconds: float) -> PushReport:
-    """Raises the error that the result names, if it does."""
+def report_of(result: rank_pb2.PushResult, step: int, seconds: float, serving: tuple[str, ...] = ()) -> PushReport:
+    """Of a push that the fleet committed."""
     state = result.state
-    if result.error_reason:
-        raise wire.typed_error(result.error_reason, result.error_metadata, result.error_message)
     outcomes = {e.engine.engine_id: _outcome(e) for e in state.engines}
-    return PushReport(version_from_proto(state.version), step, _STATUS[state.phase], outcomes, seconds)
+    return PushReport(version_from_proto(state.version), step, _STATUS[state.phase], outcomes, seconds, serving)
+
+
+def failure_of(result: rank_pb2.PushResult) -> WeightplaneError:
+    """The error of one that it did not commit."""
+    error = wire.typed_error(result.error_reason, result.error_metadata, result.error_message)
+    if isinstance(error, DeadlineExceeded):
+        error.stacks = result.stacks
+    return error
 
 
 def _outcome(engine: fleet_pb2.EngineOutcome) -> str:

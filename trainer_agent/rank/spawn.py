@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,11 @@ import torch.distributed as dist
 
 from controlplane.core.errors import IncompatibleNode, InvalidRequest, PeerLost
 from trainer_agent import wire
+from trainer_agent.directories import private_directory
 
-STOP_SECONDS = 15.0
-"""How long a sidecar may take to end after its last rank left: it says goodbye and sweeps."""
+STOP_SECONDS = 45.0
+"""How long a sidecar may take to end after its last rank left: it ends the checkpoint that it writes, says goodbye and
+sweeps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,12 @@ class RankPlace:
 class Sidecar:
     """The trainer agent that this rank spawned."""
 
-    def __init__(self, coordinator: str, run_id: str | None) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="weightplane-"))
+    def __init__(self, coordinator: str, run_id: str | None, config: Path | None) -> None:
+        self._directory = private_directory()
         self.socket = self._directory / "ranks.sock"
         command = [sys.executable, "-m", "trainer_agent.agent.sidecar", "--coordinator", coordinator]
         command += ["--socket", str(self.socket), "--parent", str(os.getpid()), "--run-id", run_id or ""]
+        command += ["--config", str(config)] if config is not None else []
         # A session of its own: Ctrl-C goes to the ranks, and the sidecar ends after them.
         self._process = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
 
@@ -79,13 +81,20 @@ class Sidecar:
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-def find_agent(coordinator: str | None, run_id: str | None, place: RankPlace) -> tuple[Path, Sidecar | None]:
-    """The agent's socket, and the sidecar if this rank spawned one. Collective where one has to be spawned.
+def find_agent(
+    coordinator: str | None, run_id: str | None, place: RankPlace, config: Path | None
+) -> tuple[Path, Sidecar | None]:
+    """The agent's socket, and the sidecar if this rank spawned one, with the settings in `config`. Collective where one
+    has to be spawned.
 
     Raises:
-        InvalidRequest: no coordinator is known, or the ranks have no way to tell each other the socket.
+        InvalidRequest: no coordinator is known, or the ranks have no way to tell each other the socket, or there are
+        settings for an agent that has its own.
     """
     given = os.environ.get(wire.RANK_SOCKET_VARIABLE)
+    if given and config is not None:
+        problem = "an agent was started before its ranks, with settings of its own"
+        raise InvalidRequest(field="agent_config", problem=problem)
     if given:
         return Path(given), None
     coordinator = coordinator or os.environ.get(wire.COORDINATOR_VARIABLE)
@@ -95,7 +104,7 @@ def find_agent(coordinator: str | None, run_id: str | None, place: RankPlace) ->
     if not alone and not (dist.is_available() and dist.is_initialized()):
         problem = "initialise it before TrainerRank.join(), or start the ranks with `weightplane trainer`"
         raise InvalidRequest(field="torch.distributed", problem=problem)
-    sidecar = Sidecar(coordinator, run_id) if place.local_rank == 0 else None
+    sidecar = Sidecar(coordinator, run_id, config) if place.local_rank == 0 else None
     shared: list[str] = [str(sidecar.socket) if sidecar else ""]
     if not alone:
         dist.broadcast_object_list(shared, src=0)

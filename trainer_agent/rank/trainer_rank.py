@@ -1,7 +1,8 @@
 """TrainerRank: what a training process holds to push its weights to the rollout engines.
 
     with TrainerRank.join("coordinator:7070", source=source) as rank:
-        report = rank.push(step)
+        report = rank.push(step)            # returns when the fleet decided
+        pending = rank.push_async(step)     # returns when the weights were read: train on
 
 Promises: no gRPC in this process, so data loaders and checkpoints may fork at any time; the same result or the
 same typed error on every rank; memory is written again only after nobody reads it (INV-12). A fenced rank
@@ -18,12 +19,15 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Literal, get_args
+from weakref import WeakValueDictionary
 
 import structlog
 
-from controlplane.core.errors import LinkFailed, PeerLost, StaleTerm, WeightplaneError, WrongRun
+from controlplane.core.errors import InvalidRequest, LinkFailed, PeerLost, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
@@ -36,7 +40,8 @@ from trainer_agent.rank.feed import Feed, Held, drain
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import PushEnded
 from trainer_agent.rank.link import Patience, RankLink
-from trainer_agent.rank.report import PushReport, report_of
+from trainer_agent.rank.pending import PendingPush
+from trainer_agent.rank.report import PushReport, failure_of
 from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
 from trainer_agent.segments import SegmentPool
 from trainer_agent.source import WeightSource
@@ -53,6 +58,8 @@ SEND_SECONDS = 5.0
 """Longest that a few bytes to the agent may take; it reads always."""
 MAX_CAUSE_LENGTH = 4096
 """Of an exception's text on its way to the other ranks."""
+WaitFor = Literal["released", "applied", "serving"]
+"""What a push waits for: nobody reads its memory any more, the fleet decided, an engine takes requests under it."""
 
 
 class TrainerRank:
@@ -69,6 +76,13 @@ class TrainerRank:
         self._push_seconds = PUSH_SECONDS
         self._sidecar: Sidecar | None = None
         self._sequence = 0
+        self._asked: WeakValueDictionary[int, PendingPush] = WeakValueDictionary()
+        """Pushes that somebody may still ask, by sequence: what the agent says of them is kept."""
+        self._last: PendingPush | None = None
+        """The latest push whose weights were read."""
+        self._unsettled = 0
+        """Sequence of the push whose memory is in use; 0: nobody's is."""
+        link.aside = self._take_aside
         self._step = 0
         self._phase = ""
         self._closed = False
@@ -88,8 +102,12 @@ class TrainerRank:
         run_id: str | None = None,
         join_timeout: float = JOIN_SECONDS,
         push_timeout: float = PUSH_SECONDS,
+        agent_config: Path | None = None,
     ) -> TrainerRank:
         """Join the trainer's other ranks and hold the model's lease. Collective; timeouts in seconds.
+
+        `agent_config` is a file as `weightplane trainer --config` reads it (checkpoints, for one), for ranks that bring
+        their own agent: under plain torchrun, Slurm or Ray. Where one was started before them it is refused.
 
         Raises:
             LayoutInvalid: the source's metadata is wrong, or differs between ranks.
@@ -102,7 +120,7 @@ class TrainerRank:
         layout = layout_of(source)
         if wire.RANK_SOCKET_VARIABLE in os.environ:
             set_death_signal(signal.SIGKILL)
-        socket, sidecar = find_agent(coordinator, run_id, place)
+        socket, sidecar = find_agent(coordinator, run_id, place, agent_config)
         link = _connect(socket, sidecar, patience)
         rank = cls(link, place, layout, source, GatherGroups(place.rank, socket.parent))
         rank._sidecar, rank._push_seconds = sidecar, push_timeout
@@ -115,28 +133,56 @@ class TrainerRank:
         rank._held.segments = SegmentPool(rank.run_id, place.rank)
         return rank
 
-    def push(self, step: int) -> PushReport:
+    def push(self, step: int, *, wait: WaitFor = "applied", check: bool = False) -> PushReport:
         """Carry the source's weights to the fleet as a new version. Collective; returns when the fleet decided.
 
         An update that failed for a passing reason is repeated, whole and under a new number, until `push_timeout`.
 
+        Args:
+            step: The trainer's step whose weights these are; equal on all ranks, as `wait` is.
+            wait: `applied`: until the fleet decided. `serving`: until an engine takes requests under the version.
+                `released`: until this rank's memory is free; then nothing is repeated.
+            check: Wait for `serving`, and then have every engine that applied the version asked what it holds.
+
         Raises:
-            UpdateFailed: the fleet did not commit; what it served is served on.
-            StaleTerm: a later trainer was given the lease. PeerLost: another rank is gone. LayoutInvalid: the
-            source yields something else than it stated. NoEngines, LimitExceeded, SlotMismatch, DeadlineExceeded.
+            UpdateFailed: the fleet did not commit, and what it served is served on; or the check found an engine that
+            holds something else. StaleTerm: a later trainer was given the lease. PeerLost: another rank is gone.
+            LayoutInvalid: the source yields something else than it stated. NoEngines, LimitExceeded, SlotMismatch,
+            DeadlineExceeded, InvalidRequest.
         """
-        started = time.monotonic()
-        patience = Patience(self._push_seconds + ANSWER_GRACE_SECONDS)
-        before, self._step, self._phase = self._phase, step, "push"
-        try:
+        if wait not in get_args(WaitFor):
+            raise InvalidRequest(field="wait", problem=f"one of {', '.join(get_args(WaitFor))}, not {wait!r}")
+        if wait == "released" and not check:
+            pending = self.push_async(step)
+            pending.released()
+            return pending.applied(0)
+        patience, started = self._patience(), time.monotonic()
+        with self._pushing(step, patience):
             while True:
-                result = self._attempt(step, patience)
+                pending = self._attempt(step, patience, check=check)
+                result = self._result(pending, patience)
                 if not result.retry:
-                    return report_of(result, step, time.monotonic() - started)
+                    break
                 log.warning("push_repeated", step=step, reason=result.error_reason, cause=result.error_message)
-        finally:
-            with suppress(WeightplaneError):
-                self._progress(step, before)
+            if result.error_reason:
+                raise failure_of(result)
+            report = pending.served(patience) if check or wait == "serving" else pending.applied(0)
+            return replace(report, seconds=time.monotonic() - started)
+
+    def push_async(self, step: int) -> PendingPush:
+        """As `push`, but go on training meanwhile. Collective; returns when this rank's weights were read.
+
+        They may change from then on. It is one push at a time: the next one first waits until this one is decided.
+        What becomes of the update is told by what is returned, on every rank alike, and nothing is repeated: the next
+        push, which is whole, heals what this one left undone. What is raised here is this rank's own.
+
+        Raises:
+            LayoutInvalid: the source yields something else than it stated. StaleTerm, PeerLost: the session is over.
+            DeadlineExceeded: the other ranks did not come, or the push before was not decided in time.
+        """
+        patience = self._patience()
+        with self._pushing(step, patience):
+            return self._attempt(step, patience, detached=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -153,7 +199,10 @@ class TrainerRank:
         self._progress(step, self._phase)
 
     def close(self) -> None:
-        """Leave, and let go of segments, groups and connections. Idempotent."""
+        """Leave, and let go of segments, groups and connections. Ends a push that is under way: the `with` block waits.
+
+        Idempotent.
+        """
         if self._closed or os.getpid() != self._owner:
             return
         self._closed = True
@@ -187,23 +236,75 @@ class TrainerRank:
             raise WrongRun(expected=self.run_id, got=run_id)
         log.info("rank_joined", rank=self._place.rank, term=self.term, run=self.run_id)
 
-    def _attempt(self, step: int, patience: Patience) -> rank_pb2.PushResult:
+    def _patience(self) -> Patience:
+        return Patience(self._push_seconds + ANSWER_GRACE_SECONDS)
+
+    @contextmanager
+    def _pushing(self, step: int, patience: Patience) -> Iterator[None]:
+        """The phase of a push; after the one before was decided."""
+        before, self._step, self._phase = self._phase, step, "push"
+        try:
+            self._settle_last(patience)
+            yield
+        finally:
+            with suppress(WeightplaneError):
+                self._progress(step, before)
+
+    def _settle_last(self, patience: Patience) -> None:
+        last, self._last = self._last, None
+        if last is None:
+            return
+        result = self._result(last, patience)
+        if result.error_reason and not last.told:
+            log.warning("push_failed_unheard", step=last.step, reason=result.error_reason, cause=result.error_message)
+
+    def _attempt(self, step: int, patience: Patience, *, detached: bool = False, check: bool = False) -> PendingPush:
+        """One push up to where this rank's weights were read, or it ended before that."""
         self._sequence += 1
+        self._unsettled = self._sequence
         feed = Feed(self._place.rank, self._link, self._held, self._sequence, patience)
+        pending = PendingPush(
+            self._link,
+            sequence=self._sequence,
+            step=step,
+            seconds=patience.total,
+            settle=self._ended,
+            detached=detached,
+        )
         limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
-        begin = rank_pb2.PushBegin(step=step, timeout_seconds=limit, sequence=self._sequence)
+        begin = rank_pb2.PushBegin(
+            step=step, timeout_seconds=limit, sequence=self._sequence, detached=detached, check=check
+        )
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
         try:
             plan = feed.answer("push_plan", "every rank to push, and the coordinator's plan").push_plan
             self._carry_out(feed, plan, patience)
-            result = feed.answer("push_result", "the fleet's decision").push_result
         except PushEnded as ended:
-            result = ended.result
+            pending.end(ended.result)
         except BaseException:
-            self._held.settle(released=False, failed=True)
+            self._settle(pending.sequence, released=False, failed=True)
             raise
-        self._held.settle(released=result.memory_released, failed=bool(result.error_reason))
-        return result
+        self._asked[self._sequence] = self._last = pending
+        return pending
+
+    def _result(self, pending: PendingPush, patience: Patience) -> rank_pb2.PushResult:
+        """Wait for it. Whoever stops waiting gives its memory up: nobody will say when it is free."""
+        try:
+            return pending.decided(patience)
+        except BaseException:
+            self._settle(pending.sequence, released=False, failed=True)
+            raise
+
+    def _ended(self, sequence: int, result: rank_pb2.PushResult) -> None:
+        self._settle(sequence, released=result.memory_released, failed=bool(result.error_reason))
+
+    def _take_aside(self, message: rank_pb2.RankResponse) -> bool:
+        """What the agent says of a push whose weights were read is kept for whoever holds it."""
+        kind = message.WhichOneof("message")
+        if kind not in ("push_result", "push_serving"):
+            return False
+        pending = self._asked.get(getattr(message, kind).sequence)
+        return pending is not None and pending.take(message)
 
     def _carry_out(self, feed: Feed, plan: rank_pb2.PushPlan, patience: Patience) -> None:
         """Export; whatever happens, the ranks that can do so end their iteration, so that none is left waiting."""
@@ -219,10 +320,15 @@ class TrainerRank:
             result = feed.end()
             if isinstance(error, WeightplaneError) and (result is None or _whole(result)):
                 drain(tensors)
-            if result is not None and (result.retry or isinstance(error, LinkFailed)):
-                # Of a link the agent knows both ends, and whether the fleet committed without it.
+            # Of a link the agent knows both ends, and whether the fleet committed without it.
+            if result is not None and (result.retry or isinstance(error, LinkFailed) or self._by_another(result)):
                 raise PushEnded(result) from error
             raise
+
+    def _by_another(self, result: rank_pb2.PushResult) -> bool:
+        """What this rank met, such as a broken collective, came of another one's end."""
+        lost = result.error_reason == PeerLost.reason
+        return lost and result.error_metadata["peer"] != f"rank {self._place.rank}"
 
     def _give_up(self, error: Exception, patience: Patience) -> None:
         failed = rank_pb2.PushFailed(cause=f"{type(error).__name__}: {error}"[:MAX_CAUSE_LENGTH])
@@ -231,6 +337,12 @@ class TrainerRank:
             failed.error_metadata.update(error.metadata())
         with suppress(WeightplaneError):
             self._link.send(rank_pb2.RankRequest(push_failed=failed), patience)
+
+    def _settle(self, sequence: int, *, released: bool, failed: bool) -> None:
+        """Once for each push: a late answer to one that was given up says nothing of the next one's memory (INV-12)."""
+        if self._unsettled == sequence:
+            self._unsettled = 0
+            self._held.settle(released=released, failed=failed)
 
     def _progress(self, step: int, phase: str) -> None:
         self._step, self._phase = step, phase
@@ -243,7 +355,15 @@ class TrainerRank:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            if error is None:
+                self._settle_last(self._patience())  # who leaves before the decision ends the push
+        except WeightplaneError as ended:
+            error = ended
+            if not isinstance(ended, StaleTerm):
+                raise
+        finally:
+            self.close()
         if isinstance(error, StaleTerm):
             log.error("trainer_fenced", cause=str(error))
             raise SystemExit(int(ExitCode.FENCED)) from error

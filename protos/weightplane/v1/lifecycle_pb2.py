@@ -22,12 +22,14 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from weightplane.v1 import engine_pb2 as weightplane_dot_v1_dot_engine__pb2
+from weightplane.v1 import fleet_pb2 as weightplane_dot_v1_dot_fleet__pb2
 from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/lifecycle.proto\x12\x0eweightplane.v1\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\x80\x01\n\x16PauseGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"G\n\x17PauseGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x81\x01\n\x17ResumeGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"H\n\x18ResumeGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"-\n\x10GetStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"A\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"/\n\x12WatchStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x91\x01\n\x0cSleepRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x19\n\x05level\x18\x04 \x01(\x05\x42\n\x8a\xe8\x18\x06\x08\x01\x10\x01\x18\x02\"=\n\rSleepResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x89\x01\n\rWakeUpRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x10\n\x08kv_cache\x18\x04 \x01(\x08\">\n\x0eWakeUpResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"v\n\x0c\x44rainRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"=\n\rDrainResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus2\xd7\x04\n\tLifecycle\x12\x62\n\x0fPauseGeneration\x12&.weightplane.v1.PauseGenerationRequest\x1a\'.weightplane.v1.PauseGenerationResponse\x12\x44\n\x05Sleep\x12\x1c.weightplane.v1.SleepRequest\x1a\x1d.weightplane.v1.SleepResponse\x12G\n\x06WakeUp\x12\x1d.weightplane.v1.WakeUpRequest\x1a\x1e.weightplane.v1.WakeUpResponse\x12\x44\n\x05\x44rain\x12\x1c.weightplane.v1.DrainRequest\x1a\x1d.weightplane.v1.DrainResponse\x12\x65\n\x10ResumeGeneration\x12\'.weightplane.v1.ResumeGenerationRequest\x1a(.weightplane.v1.ResumeGenerationResponse\x12P\n\tGetStatus\x12 .weightplane.v1.GetStatusRequest\x1a!.weightplane.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".weightplane.v1.WatchStatusRequest\x1a#.weightplane.v1.WatchStatusResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/lifecycle.proto\x12\x0eweightplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/fleet.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\x80\x01\n\x16PauseGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"G\n\x17PauseGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x81\x01\n\x17ResumeGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"H\n\x18ResumeGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"-\n\x10GetStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"v\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x33\n\x07trainer\x18\x02 \x01(\x0b\x32\".weightplane.v1.TrainerAgentStatus\"\x80\x02\n\x12TrainerAgentStatus\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x15\n\rrestart_count\x18\x05 \x01(\x03\x12\x0c\n\x04term\x18\x06 \x01(\x03\x12\x11\n\twaits_for\x18\x07 \x01(\t\x12)\n\x05ranks\x18\x08 \x03(\x0b\x32\x1a.weightplane.v1.RankStatus\x12+\n\x06update\x18\t \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x12\n\ncheckpoint\x18\n \x01(\t\"\x92\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.weightplane.v1.RankState\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05phase\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\"/\n\x12WatchStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x91\x01\n\x0cSleepRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x19\n\x05level\x18\x04 \x01(\x05\x42\n\x8a\xe8\x18\x06\x08\x01\x10\x01\x18\x02\"=\n\rSleepResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x89\x01\n\rWakeUpRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x10\n\x08kv_cache\x18\x04 \x01(\x08\">\n\x0eWakeUpResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"v\n\x0c\x44rainRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"=\n\rDrainResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"d\n\x0fShutdownRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1d\n\x0bincarnation\x18\x02 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\x12\x17\n\x06reason\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \"<\n\x10ShutdownResponse\x12(\n\x05limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"l\n\x0fTailLogsRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1b\n\x04rank\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x12\x18\n\x05lines\x18\x03 \x01(\x05\x42\t\x8a\xe8\x18\x05\x10\x00\x18\xe8\x07\x42\x07\n\x05_rank\":\n\x10TailLogsResponse\x12&\n\x05lines\x18\x01 \x03(\x0b\x32\x17.weightplane.v1.LogLine\"&\n\x07LogLine\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\x08\"F\n\x11\x44umpStacksRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x16\n\x05ranks\x18\x02 \x03(\x05\x42\x07\x8a\xe8\x18\x03\x38\x80 \"F\n\x12\x44umpStacksResponse\x12\x30\n\tprocesses\x18\x01 \x03(\x0b\x32\x1d.weightplane.v1.ProcessStacks\"I\n\rProcessStacks\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t*\x86\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RANK_STATE_AWAITED\x10\x01\x12\x17\n\x13RANK_STATE_TRAINING\x10\x02\x12\x16\n\x12RANK_STATE_PUSHING\x10\x03\x12\x14\n\x10RANK_STATE_ENDED\x10\x04\x32\xca\x06\n\tLifecycle\x12\x62\n\x0fPauseGeneration\x12&.weightplane.v1.PauseGenerationRequest\x1a\'.weightplane.v1.PauseGenerationResponse\x12\x44\n\x05Sleep\x12\x1c.weightplane.v1.SleepRequest\x1a\x1d.weightplane.v1.SleepResponse\x12G\n\x06WakeUp\x12\x1d.weightplane.v1.WakeUpRequest\x1a\x1e.weightplane.v1.WakeUpResponse\x12\x44\n\x05\x44rain\x12\x1c.weightplane.v1.DrainRequest\x1a\x1d.weightplane.v1.DrainResponse\x12\x65\n\x10ResumeGeneration\x12\'.weightplane.v1.ResumeGenerationRequest\x1a(.weightplane.v1.ResumeGenerationResponse\x12P\n\tGetStatus\x12 .weightplane.v1.GetStatusRequest\x1a!.weightplane.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".weightplane.v1.WatchStatusRequest\x1a#.weightplane.v1.WatchStatusResponse0\x01\x12M\n\x08Shutdown\x12\x1f.weightplane.v1.ShutdownRequest\x1a .weightplane.v1.ShutdownResponse\x12M\n\x08TailLogs\x12\x1f.weightplane.v1.TailLogsRequest\x1a .weightplane.v1.TailLogsResponse\x12S\n\nDumpStacks\x12!.weightplane.v1.DumpStacksRequest\x1a\".weightplane.v1.DumpStacksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -70,34 +72,72 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINREQUEST'].fields_by_name['engine']._serialized_options = b'\212\350\030\002\010\001'
   _globals['_DRAINREQUEST'].fields_by_name['owner']._loaded_options = None
   _globals['_DRAINREQUEST'].fields_by_name['owner']._serialized_options = b'\212\350\030\005\010\001(\200\001'
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=138
-  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=266
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=268
-  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=339
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=342
-  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=471
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=473
-  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=545
-  _globals['_GETSTATUSREQUEST']._serialized_start=547
-  _globals['_GETSTATUSREQUEST']._serialized_end=592
-  _globals['_GETSTATUSRESPONSE']._serialized_start=594
-  _globals['_GETSTATUSRESPONSE']._serialized_end=659
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=661
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=708
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=710
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=777
-  _globals['_SLEEPREQUEST']._serialized_start=780
-  _globals['_SLEEPREQUEST']._serialized_end=925
-  _globals['_SLEEPRESPONSE']._serialized_start=927
-  _globals['_SLEEPRESPONSE']._serialized_end=988
-  _globals['_WAKEUPREQUEST']._serialized_start=991
-  _globals['_WAKEUPREQUEST']._serialized_end=1128
-  _globals['_WAKEUPRESPONSE']._serialized_start=1130
-  _globals['_WAKEUPRESPONSE']._serialized_end=1192
-  _globals['_DRAINREQUEST']._serialized_start=1194
-  _globals['_DRAINREQUEST']._serialized_end=1312
-  _globals['_DRAINRESPONSE']._serialized_start=1314
-  _globals['_DRAINRESPONSE']._serialized_end=1375
-  _globals['_LIFECYCLE']._serialized_start=1378
-  _globals['_LIFECYCLE']._serialized_end=1977
+  _globals['_SHUTDOWNREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_SHUTDOWNREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_SHUTDOWNREQUEST'].fields_by_name['incarnation']._loaded_options = None
+  _globals['_SHUTDOWNREQUEST'].fields_by_name['incarnation']._serialized_options = b'\212\350\030\004\010\001(@'
+  _globals['_SHUTDOWNREQUEST'].fields_by_name['reason']._loaded_options = None
+  _globals['_SHUTDOWNREQUEST'].fields_by_name['reason']._serialized_options = b'\212\350\030\003(\200 '
+  _globals['_TAILLOGSREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_TAILLOGSREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_TAILLOGSREQUEST'].fields_by_name['rank']._loaded_options = None
+  _globals['_TAILLOGSREQUEST'].fields_by_name['rank']._serialized_options = b'\212\350\030\004\010\001\020\000'
+  _globals['_TAILLOGSREQUEST'].fields_by_name['lines']._loaded_options = None
+  _globals['_TAILLOGSREQUEST'].fields_by_name['lines']._serialized_options = b'\212\350\030\005\020\000\030\350\007'
+  _globals['_DUMPSTACKSREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_DUMPSTACKSREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_DUMPSTACKSREQUEST'].fields_by_name['ranks']._loaded_options = None
+  _globals['_DUMPSTACKSREQUEST'].fields_by_name['ranks']._serialized_options = b'\212\350\030\0038\200 '
+  _globals['_RANKSTATE']._serialized_start=2492
+  _globals['_RANKSTATE']._serialized_end=2626
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_start=198
+  _globals['_PAUSEGENERATIONREQUEST']._serialized_end=326
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=328
+  _globals['_PAUSEGENERATIONRESPONSE']._serialized_end=399
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_start=402
+  _globals['_RESUMEGENERATIONREQUEST']._serialized_end=531
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_start=533
+  _globals['_RESUMEGENERATIONRESPONSE']._serialized_end=605
+  _globals['_GETSTATUSREQUEST']._serialized_start=607
+  _globals['_GETSTATUSREQUEST']._serialized_end=652
+  _globals['_GETSTATUSRESPONSE']._serialized_start=654
+  _globals['_GETSTATUSRESPONSE']._serialized_end=772
+  _globals['_TRAINERAGENTSTATUS']._serialized_start=775
+  _globals['_TRAINERAGENTSTATUS']._serialized_end=1031
+  _globals['_RANKSTATUS']._serialized_start=1034
+  _globals['_RANKSTATUS']._serialized_end=1180
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=1182
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=1229
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=1231
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=1298
+  _globals['_SLEEPREQUEST']._serialized_start=1301
+  _globals['_SLEEPREQUEST']._serialized_end=1446
+  _globals['_SLEEPRESPONSE']._serialized_start=1448
+  _globals['_SLEEPRESPONSE']._serialized_end=1509
+  _globals['_WAKEUPREQUEST']._serialized_start=1512
+  _globals['_WAKEUPREQUEST']._serialized_end=1649
+  _globals['_WAKEUPRESPONSE']._serialized_start=1651
+  _globals['_WAKEUPRESPONSE']._serialized_end=1713
+  _globals['_DRAINREQUEST']._serialized_start=1715
+  _globals['_DRAINREQUEST']._serialized_end=1833
+  _globals['_DRAINRESPONSE']._serialized_start=1835
+  _globals['_DRAINRESPONSE']._serialized_end=1896
+  _globals['_SHUTDOWNREQUEST']._serialized_start=1898
+  _globals['_SHUTDOWNREQUEST']._serialized_end=1998
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=2000
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=2060
+  _globals['_TAILLOGSREQUEST']._serialized_start=2062
+  _globals['_TAILLOGSREQUEST']._serialized_end=2170
+  _globals['_TAILLOGSRESPONSE']._serialized_start=2172
+  _globals['_TAILLOGSRESPONSE']._serialized_end=2230
+  _globals['_LOGLINE']._serialized_start=2232
+  _globals['_LOGLINE']._serialized_end=2270
+  _globals['_DUMPSTACKSREQUEST']._serialized_start=2272
+  _globals['_DUMPSTACKSREQUEST']._serialized_end=2342
+  _globals['_DUMPSTACKSRESPONSE']._serialized_start=2344
+  _globals['_DUMPSTACKSRESPONSE']._serialized_end=2414
+  _globals['_PROCESSSTACKS']._serialized_start=2416
+  _globals['_PROCESSSTACKS']._serialized_end=2489
+  _globals['_LIFECYCLE']._serialized_start=2629
+  _globals['_LIFECYCLE']._serialized_end=3471
 # @@protoc_insertion_point(module_scope)

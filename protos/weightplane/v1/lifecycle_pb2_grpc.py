@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class LifecycleStub:
-    """Served by each engine agent; called by operators and by the coordinator.
+    """Served by each engine agent and each trainer agent; called by operators and by the coordinator. What is an engine's alone
+    (holds, sleep, drain, WatchStatus) a trainer agent refuses with UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED).
     """
 
     def __init__(self, channel):
@@ -70,10 +71,26 @@ class LifecycleStub:
                 request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.WatchStatusRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.WatchStatusResponse.FromString,
                 _registered_method=True)
+        self.Shutdown = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/Shutdown',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.ShutdownRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.ShutdownResponse.FromString,
+                _registered_method=True)
+        self.TailLogs = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/TailLogs',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.TailLogsRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.TailLogsResponse.FromString,
+                _registered_method=True)
+        self.DumpStacks = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/DumpStacks',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.DumpStacksRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.DumpStacksResponse.FromString,
+                _registered_method=True)
 
 
 class LifecycleServicer:
-    """Served by each engine agent; called by operators and by the coordinator.
+    """Served by each engine agent and each trainer agent; called by operators and by the coordinator. What is an engine's alone
+    (holds, sleep, drain, WatchStatus) a trainer agent refuses with UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED).
     """
 
     def PauseGeneration(self, request, context):
@@ -131,7 +148,7 @@ class LifecycleServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """The engine's full state, now.
+        """The full state, now: of the engine, or of the trainer and its ranks.
 
         Errors: WRONG_RUN (FAILED_PRECONDITION).
         """
@@ -142,6 +159,38 @@ class LifecycleServicer:
     def WatchStatus(self, request, context):
         """The engine's full state, now and at each change, until the caller leaves.
 
+        Errors: WRONG_RUN (FAILED_PRECONDITION).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Shutdown(self, request, context):
+        """End in order: an engine leaves the fleet, ends what it has and stops, with its agent; a trainer's ranks are told to end,
+        within `stop_seconds` of its settings, and its lease is given back.
+
+        Effects: begun when the call returns; nothing starts the process again. Idempotent.
+        Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry); UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: a
+        trainer agent that its ranks started; end their launcher).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def TailLogs(self, request, context):
+        """The last lines that a training rank wrote to its standard output and standard error.
+
+        Errors: WRONG_RUN (FAILED_PRECONDITION); INVALID_REQUEST (INVALID_ARGUMENT: no such rank was started here);
+        UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: an engine agent, or a trainer agent that does not have its ranks' output).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DumpStacks(self, request, context):
+        """What the processes are doing now: the stack of each of their threads. Each is stopped for some milliseconds.
+
+        A process that cannot be looked at is answered with the problem, not with an error.
         Errors: WRONG_RUN (FAILED_PRECONDITION).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -186,6 +235,21 @@ def add_LifecycleServicer_to_server(servicer, server):
                     request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.WatchStatusRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.WatchStatusResponse.SerializeToString,
             ),
+            'Shutdown': grpc.unary_unary_rpc_method_handler(
+                    servicer.Shutdown,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.ShutdownRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.ShutdownResponse.SerializeToString,
+            ),
+            'TailLogs': grpc.unary_unary_rpc_method_handler(
+                    servicer.TailLogs,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.TailLogsRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.TailLogsResponse.SerializeToString,
+            ),
+            'DumpStacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.DumpStacks,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.DumpStacksRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.DumpStacksResponse.SerializeToString,
+            ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
             'weightplane.v1.Lifecycle', rpc_method_handlers)
@@ -195,7 +259,8 @@ def add_LifecycleServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Lifecycle:
-    """Served by each engine agent; called by operators and by the coordinator.
+    """Served by each engine agent and each trainer agent; called by operators and by the coordinator. What is an engine's alone
+    (holds, sleep, drain, WatchStatus) a trainer agent refuses with UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED).
     """
 
     @staticmethod
@@ -377,6 +442,87 @@ class Lifecycle:
             '/weightplane.v1.Lifecycle/WatchStatus',
             weightplane_dot_v1_dot_lifecycle__pb2.WatchStatusRequest.SerializeToString,
             weightplane_dot_v1_dot_lifecycle__pb2.WatchStatusResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Shutdown(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/Shutdown',
+            weightplane_dot_v1_dot_lifecycle__pb2.ShutdownRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.ShutdownResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def TailLogs(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/TailLogs',
+            weightplane_dot_v1_dot_lifecycle__pb2.TailLogsRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.TailLogsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DumpStacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/DumpStacks',
+            weightplane_dot_v1_dot_lifecycle__pb2.DumpStacksRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.DumpStacksResponse.FromString,
             options,
             channel_credentials,
             insecure,

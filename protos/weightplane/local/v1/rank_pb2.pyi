@@ -241,6 +241,7 @@ class PushBegin(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     DETACHED_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    CHECK_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step whose weights these are; equal on all ranks."""
     timeout_seconds: _builtins.float
@@ -249,6 +250,8 @@ class PushBegin(_message.Message):
     """Counts the attempts of this rank; what answers it repeats it, so that a late answer is known as one."""
     detached: _builtins.bool
     """The rank goes on training once its weights are read: a failure is not repeated by the ranks."""
+    check: _builtins.bool
+    """Ask the engines what they hold before push_serving."""
     @_builtins.property
     def base(self) -> _weight_update_pb2.Base:
         """The version whose bytes this rank still has; for a delta. Equal on all ranks that have any."""
@@ -261,10 +264,11 @@ class PushBegin(_message.Message):
         sequence: _builtins.int = ...,
         detached: _builtins.bool = ...,
         base: _weight_update_pb2.Base | None = ...,
+        check: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "detached", b"detached", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -567,23 +571,57 @@ class PushServing(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class ErrorMetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    ERROR_METADATA_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Of the rank's push_begin."""
+    error_reason: _builtins.str
+    """Where a check was asked for: why it failed, as in a PushResult; empty if it did not."""
+    error_message: _builtins.str
+    """What was found, for people."""
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Engines that do."""
+        """Engines that do, of those that were seen first. Empty: none did within the limit, or a later version took over."""
+
+    @_builtins.property
+    def error_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Attributes of the error."""
 
     def __init__(
         self,
         *,
         sequence: _builtins.int = ...,
         engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        error_reason: _builtins.str = ...,
+        error_message: _builtins.str = ...,
+        error_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "error_message", b"error_message", "error_metadata", b"error_metadata", "error_reason", b"error_reason", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -740,6 +778,7 @@ class PushResult(_message.Message):
     ERROR_METADATA_FIELD_NUMBER: _builtins.int
     RETRY_FIELD_NUMBER: _builtins.int
     SEQUENCE_FIELD_NUMBER: _builtins.int
+    STACKS_FIELD_NUMBER: _builtins.int
     memory_released: _builtins.bool
     """Every segment that this rank exported may be written again (INV-12). False: some agent may still read it."""
     error_reason: _builtins.str
@@ -750,6 +789,8 @@ class PushResult(_message.Message):
     """It failed for a reason that passes: every rank begins again, with a new number."""
     sequence: _builtins.int
     """Of the rank's push_begin."""
+    stacks: _builtins.str
+    """It ended at a deadline: what the processes that were waited for were doing, as text; cut to 256 KiB."""
     @_builtins.property
     def state(self) -> _fleet_pb2.UpdateState:
         """Of the coordinator; absent if there was none."""
@@ -768,10 +809,11 @@ class PushResult(_message.Message):
         error_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         retry: _builtins.bool = ...,
         sequence: _builtins.int = ...,
+        stacks: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "error_metadata", b"error_metadata", "error_reason", b"error_reason", "memory_released", b"memory_released", "retry", b"retry", "sequence", b"sequence", "state", b"state"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "error_metadata", b"error_metadata", "error_reason", b"error_reason", "memory_released", b"memory_released", "retry", b"retry", "sequence", b"sequence", "stacks", b"stacks", "state", b"state"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,309 @@
+"""`Lifecycle` of trainer agents and engine agents: status, end, the ranks' output, stacks; what deadlines say."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from structlog.testing import capture_logs
+
+from controlplane.core import errors as e
+from controlplane.devices import cpu_device_uuid
+from controlplane.exit_codes import ExitCode
+from controlplane.failpoints import DIRECTORY_VARIABLE
+from controlplane.rpc.errors import from_rpc_error
+from tests.support.eventually import eventually
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.obedient import ObedientRanks
+from tests.support.toy_rank import SHAPES, Script
+from tests.support.toy_trainer import EngineProcess, ToyTrainer, fleet_for_toys, start_engine, toy_trainer
+from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc
+
+pytestmark = pytest.mark.timeout(240)
+
+TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
+ROOT = Path(__file__).parents[2]
+WHOLE = sum(4 * math.prod(shape) for shape in SHAPES.values())
+PROMPTLY = 15.0
+"""Seconds; an operation of gloo alone waits for 30."""
+
+
+def lifecycle(fleet: LocalFleet, address: str) -> Any:
+    return lifecycle_pb2_grpc.LifecycleStub(fleet.channel(address))
+
+
+def address_of(trainer: ToyTrainer) -> str:
+    serving = trainer.agent._serving
+    assert serving is not None
+    return serving.address
+
+
+async def status_of(fleet: LocalFleet, address: str) -> lifecycle_pb2.TrainerAgentStatus:
+    response = await lifecycle(fleet, address).GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=5)
+    assert isinstance(response.trainer, lifecycle_pb2.TrainerAgentStatus)
+    return response.trainer
+
+
+async def refusal(call: Any) -> tuple[grpc.StatusCode, e.WeightplaneError]:
+    with pytest.raises(grpc.aio.AioRpcError) as raised:
+        await call
+    return raised.value.code(), from_rpc_error(raised.value)
+
+
+def traced(text: str) -> str:
+    """Stacks, where this machine lets us look."""
+    assert "py-spy is not installed" not in text
+    if "py-spy:" in text and "Permission" in text:
+        pytest.skip(f"this machine does not let a process look at another: {text}")
+    return text
+
+
+# ---- status -------------------------------------------------------------------------------------
+
+
+async def test_a_trainer_agent_says_what_its_ranks_do_and_how_they_ended(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer)
+        await ranks.all("train", step=4)
+        status = await status_of(fleet, address_of(trainer))
+        assert (status.trainer_id, status.model, status.run_id, status.term) == ("toy", "policy", RUN, 1)
+        assert [(r.rank, r.pid, r.step) for r in status.ranks] == [
+            (i, rank.process.pid, 4) for i, rank in enumerate(ranks.ranks)
+        ]
+        assert {r.state for r in status.ranks} == {lifecycle_pb2.RANK_STATE_TRAINING}
+        assert not status.HasField("update")
+        waiting = ranks.tell(0, "push", step=5)
+
+        async def pushing() -> bool:
+            found = (await status_of(fleet, address_of(trainer))).ranks
+            return [r.state for r in found] == [lifecycle_pb2.RANK_STATE_PUSHING, lifecycle_pb2.RANK_STATE_TRAINING]
+
+        await eventually(pushing)
+        ranks.ranks[1].kill()
+        await ranks.answers(waiting)
+        gone = (await status_of(fleet, address_of(trainer))).ranks[1]
+        assert gone.state == lifecycle_pb2.RANK_STATE_ENDED
+        assert gone.cause == f"process {gone.pid} ended"
+
+
+async def test_a_trainer_agent_refuses_what_is_not_its_own(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        stub = lifecycle(fleet, address_of(trainer))
+        await ObedientRanks.start(trainer, world=1)
+        fence: dict[str, Any] = {"run_id": RUN, "engine": {"engine_id": "e", "incarnation": "i"}, "owner": "o"}
+        for call in (
+            stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence)),
+            stub.ResumeGeneration(lifecycle_pb2.ResumeGenerationRequest(**fence)),
+            stub.Sleep(lifecycle_pb2.SleepRequest(**fence, level=1)),
+            stub.WakeUp(lifecycle_pb2.WakeUpRequest(**fence)),
+            stub.Drain(lifecycle_pb2.DrainRequest(**fence)),
+            stub.WatchStatus(lifecycle_pb2.WatchStatusRequest(run_id=RUN)).read(),
+            stub.TailLogs(lifecycle_pb2.TailLogsRequest(run_id=RUN, rank=0)),
+        ):
+            code, error = await refusal(call)
+            assert (code, error.reason) == (grpc.StatusCode.UNIMPLEMENTED, "UNSUPPORTED_BY_ENGINE")
+            assert "trainer agent toy" in str(error)
+        _, error = await refusal(stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id="other")))
+        assert error.reason == "WRONG_RUN"
+        _, error = await refusal(stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation="other")))
+        assert error.reason == "WRONG_INCARNATION"
+        life = (await status_of(fleet, address_of(trainer))).incarnation
+        _, error = await refusal(stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=life)))
+        assert "its ranks are their launcher's to end" in str(error)
+        _, error = await refusal(stub.DumpStacks(lifecycle_pb2.DumpStacksRequest(run_id=RUN, ranks=[0, 7])))
+        assert "ranks [7] are not there; there are [0]" in str(error)
+
+
+# ---- a launched trainer -------------------------------------------------------------------------
+
+
+async def test_a_launched_trainer_tells_what_its_ranks_wrote_and_ends_when_it_is_told(tmp_path: Path) -> None:
+    at = tmp_path / "trainer"
+    script = Script(steps=500, pause_before_step=0.1)
+    async with fleet_for_toys(tmp_path, engines=1) as fleet:
+        code = (
+            "import asyncio, sys; from pathlib import Path;"
+            "from trainer_agent.agent import TrainerSettings, run_trainer;"
+            f"settings = TrainerSettings(coordinator={fleet.address!r}, nproc_per_node=2, max_restarts=3,"
+            f" stop_seconds=10.0, address_file=Path({str(at)!r}));"
+            f"sys.exit(asyncio.run(run_trainer(settings, [{str(TOY)!r}, {json.dumps(asdict(script))!r}])))"
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            code,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
+            cwd=ROOT,
+        )
+        await eventually(lambda: at.exists() and at.read_text(), within=60)
+        stub = lifecycle(fleet, at.read_text())
+
+        async def tail(rank: int, lines: int) -> list[str]:
+            request = lifecycle_pb2.TailLogsRequest(run_id=RUN, rank=rank, lines=lines)
+            return [line.text for line in (await stub.TailLogs(request, timeout=5)).lines]
+
+        async def pushed() -> bool:
+            return all(['"pushed"' in " ".join(await tail(rank, 1000)) for rank in (0, 1)])
+
+        await eventually(pushed, within=60)
+        assert len(await tail(1, 2)) == 2
+        assert all('"rank": 0' in line for line in await tail(0, 1000) if line.startswith("{"))
+        _, error = await refusal(stub.TailLogs(lifecycle_pb2.TailLogsRequest(run_id=RUN, rank=2)))
+        assert "this node has 2 ranks, from 0; got 2" in str(error)
+        status = await status_of(fleet, at.read_text())
+        told = await stub.Shutdown(
+            lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=status.incarnation, reason="test"), timeout=5
+        )
+        assert told.limit.seconds == 10
+        out, _ = await asyncio.wait_for(process.communicate(), 60)
+        assert process.returncode == ExitCode.INTERRUPTED
+        assert [Path(f"/proc/{r.pid}").exists() for r in status.ranks] == [False, False]
+        said = [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
+        assert {line["rank"] for line in said if line["event"] == "pushed"} == {0, 1}, "and passed on whole"
+
+
+async def test_an_engine_agent_ends_when_it_is_told_and_keeps_no_rank_s_output(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet:
+        view = await fleet.engine("e0")
+        stub, life = lifecycle(fleet, view.endpoint), view.status.engine.incarnation
+        code, _ = await refusal(stub.TailLogs(lifecycle_pb2.TailLogsRequest(run_id=RUN, rank=0)))
+        assert code == grpc.StatusCode.UNIMPLEMENTED
+        _, error = await refusal(stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation="other")))
+        assert error.reason == "WRONG_INCARNATION"
+        answer = await stub.DumpStacks(lifecycle_pb2.DumpStacksRequest(run_id=RUN), timeout=20)
+        [own] = answer.processes
+        assert (own.name, own.pid) == ("engine agent of e0", os.getpid())
+        assert "pytest" in traced(own.text or own.problem)
+        await stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=life, reason="test"), timeout=5)
+        assert await asyncio.wait_for(fleet.tasks.pop("e0"), 20) == ExitCode.OK
+
+
+# ---- deadlines ----------------------------------------------------------------------------------
+
+
+async def test_a_rank_that_does_not_come_to_the_push_is_named_with_its_phase_and_its_stacks(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer, push_timeout=2.0)
+        await ranks.all("train", step=7)
+        ranks.tell(1, "stand_still", until=str(tmp_path / "go"))
+        [answer] = await ranks.answers(ranks.tell(0, "push", step=8))
+        assert answer["reason"] == "DEADLINE_EXCEEDED"
+        assert answer["text"].startswith("push (begin): waited 2.0 s for rank 1 (phase train, step 7)")
+        assert "stand_still" in traced(answer["stacks"])
+        assert "rank 1 (pid" in answer["stacks"]
+        assert "rank 0" not in answer["stacks"]
+        (tmp_path / "go").touch()
+
+
+async def test_a_rank_that_stands_still_in_its_weights_is_named_with_its_bytes_and_its_stacks(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer, push_timeout=2.0)
+        with capture_logs() as logs:
+            orders = [ranks.tell(i, "push_standing_still", step=1, until=str(tmp_path / "go")) for i in range(2)]
+            await eventually(lambda: any(line["event"] == "push_ended" for line in logs), within=30)
+        (tmp_path / "go").touch()
+        for answer in await ranks.answers(*orders):
+            assert answer["reason"] == "DEADLINE_EXCEEDED"
+            assert "push (preparing): waited 2." in answer["text"]
+            assert " for rank 0 (exported " in answer["text"]
+            assert f"of {WHOLE} bytes)" in answer["text"]
+            assert "stand_still" in traced(answer["stacks"])
+        assert await fleet.applied("e0") is None
+
+
+async def test_an_engine_that_does_not_read_is_named_with_the_bytes_that_went(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        process = await EngineProcess.start(fleet)
+        await fleet.wait_for_engines(1)
+        ranks = await ObedientRanks.start(trainer, push_timeout=2.0)
+        os.kill(process._process.pid, signal.SIGSTOP)
+        try:
+            for answer in await ranks.all("push", step=1):
+                assert answer["reason"] in ("DEADLINE_EXCEEDED", "UPDATE_FAILED")
+                if answer["reason"] == "DEADLINE_EXCEEDED":
+                    assert "e0 (" in answer["text"]
+                    assert f"of {WHOLE} bytes sent)" in answer["text"]
+                    assert "e0 (pid 0):" in answer["stacks"], "it does not answer; that is said"
+        finally:
+            os.kill(process._process.pid, signal.SIGCONT)
+        await process.stop()
+
+
+# ---- ranks that die or stand still --------------------------------------------------------------
+
+
+async def test_a_rank_killed_in_the_middle_of_a_gather_ends_the_other_ones_collective(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        start_engine(fleet, "tp2", device_uuids=(cpu_device_uuid(0), cpu_device_uuid(1)))
+        await fleet.wait_for_engines(1)
+        ranks = await ObedientRanks.start(trainer)
+        (tmp_path / "rank.between_chunks").write_text("kill after=3")
+        orders = [ranks.tell(i, "push", step=1) for i in range(2)]
+        assert await ranks.ranks[0].code() == -signal.SIGKILL
+        died = time.monotonic()
+        [answer] = await ranks.answers(orders[1])
+        assert time.monotonic() - died < PROMPTLY
+        assert answer["reason"] == "PEER_LOST"
+        assert "rank 0 went away" in answer["text"]
+        assert await fleet.applied("tp2") is None
+
+
+async def test_a_rank_killed_in_the_source_s_own_collective_is_named_by_the_ones_that_met_it_there(
+    tmp_path: Path,
+) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer)
+        await ranks.all("meet", at=str(tmp_path / "meeting"), world=2)
+        assert [a["event"] for a in await ranks.all("push", step=1)] == ["did", "did"]
+        order = ranks.tell(0, "push", step=2)
+        ranks.tell(1, "push_standing_still", step=2, until=str(tmp_path / "never"))
+
+        async def in_the_middle() -> bool:
+            update = (await status_of(fleet, address_of(trainer))).update
+            return update.phase == fleet_pb2.UPDATE_PHASE_PREPARING and bool(update.update_id)
+
+        await eventually(in_the_middle)
+        ranks.ranks[1].kill()
+        died = time.monotonic()
+        [answer] = await ranks.answers(order)
+        assert time.monotonic() - died < PROMPTLY
+        assert answer["reason"] == "PEER_LOST"
+        assert "rank 1 went away" in answer["text"], "not: a broken connection"
+
+
+async def test_ranks_that_live_and_do_not_move_lose_the_lease_to_whoever_asks(tmp_path: Path) -> None:
+    limits = {"lease_ttl_seconds": 1.0, "step_limit_seconds": 1.0}
+    async with fleet_for_toys(tmp_path, engines=0, **limits) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer)
+        for i in range(2):
+            ranks.tell(i, "stand_still", until=str(tmp_path / "go"))
+        refused: list[e.WeightplaneError] = []
+
+        async def taken() -> int:
+            try:
+                return await fleet.take_lease(trainer_id="other")
+            except grpc.aio.AioRpcError as error:
+                refused.append(from_rpc_error(error))
+                raise AssertionError(str(refused[-1])) from error
+
+        assert await eventually(taken, within=30) == 2
+        assert {r.reason for r in refused} == {"LEASE_HELD"}, "while it moved it was theirs"
+        assert [r.process.returncode for r in ranks.ranks] == [None, None], "they live"
+        await eventually(trainer.agent.refused_event.is_set)
+        (tmp_path / "go").touch()
+        assert [a["reason"] for a in await ranks.all("push", step=1)] == ["STALE_TERM"] * 2
+        assert [await r.code() for r in ranks.ranks] == [ExitCode.FENCED] * 2
