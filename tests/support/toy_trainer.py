@@ -52,6 +52,7 @@ class RankProcess:
             sys.executable,
             "-m",
             *module,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
