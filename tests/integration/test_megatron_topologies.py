@@ -97,6 +97,14 @@ def test_engines_of_every_slot_size_get_the_checkpoint_bit_for_bit_in_three_push
 
 
 @pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
+def test_each_engine_was_fed_by_the_transport_that_was_asked_for(t: Topology, facts: dict[str, Facts]) -> None:
+    for transport in TRANSPORT_NAMES:
+        ways = [rank["hook"]["pushed"][transport]["ways"] for rank in facts[t.name]]
+        assert {engine for rank in ways for engine in rank} == {f"{transport}-slot{size}" for size in SLOT_SIZES}
+        assert {way for rank in ways for way in rank.values()} == {transport}
+
+
+@pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
 def test_engines_on_a_slots_devices_get_a_buffer_for_each_of_them(t: Topology, facts: dict[str, Facts]) -> None:
     received = facts[t.name][0]["hook"]["received"]
     for size in SLOT_SIZES:

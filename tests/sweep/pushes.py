@@ -10,17 +10,24 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
+from controlplane.core.layout import Layout
 from tests.sweep.topology import Topology
 from trainer_agent import wire
 from trainer_agent.megatron.source import MegatronSource
 from trainer_agent.rank import TrainerRank
 from trainer_agent.rank.devices import CPU_DEVICE_VARIABLE
+from trainer_agent.rank.feed import Feed, Tensors
+from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import weight_update_pb2
 
 DIRECTORY_VARIABLE = "WEIGHTPLANE_SWEEP_DIRECTORY"
 OFFERS, RECEIVED = "offers", "received"
@@ -43,7 +50,10 @@ def _push(source: MegatronSource, socket: str) -> dict[str, Any]:
     os.environ[wire.RANK_SOCKET_VARIABLE] = socket
     os.environ[CPU_DEVICE_VARIABLE] = str(dist.get_rank())
     began = time.monotonic()
-    with TrainerRank.join(source=source, join_timeout=PUSH_SECONDS, push_timeout=PUSH_SECONDS) as rank:
+    with (
+        _noted_ways() as ways,
+        TrainerRank.join(source=source, join_timeout=PUSH_SECONDS, push_timeout=PUSH_SECONDS) as rank,
+    ):
         reports = []
         for step in range(PUSHES):
             reports.append(rank.push(step))
@@ -54,8 +64,26 @@ def _push(source: MegatronSource, socket: str) -> dict[str, Any]:
         "numbers": [r.version.number for r in reports],
         "status": [r.status for r in reports],
         "outcomes": [r.outcomes for r in reports],
+        "ways": ways,
         "seconds": time.monotonic() - began,
     }
+
+
+@contextmanager
+def _noted_ways() -> Iterator[dict[str, str]]:
+    """By engine that this rank takes a part for: the transport that the plans named, which may prefer another one."""
+    ways: dict[str, str] = {}
+    run = Feed.run
+
+    def noting(self: Feed, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors) -> None:
+        for assignment in plan.assignments:
+            name = weight_update_pb2.Transport.Name(assignment.transport).removeprefix("TRANSPORT_").lower()
+            before = ways.setdefault(assignment.engine.engine_id, name)
+            assert before == name, f"{assignment.engine.engine_id}: {before}, then {name}"
+        run(self, plan, layout, tensors)
+
+    with mock.patch.object(Feed, "run", noting):
+        yield ways
 
 
 @torch.no_grad()

@@ -38,7 +38,7 @@ from tests.sweep.topology import Topology
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import MIN_CHUNK_BYTES, TrainerSettings
 
-TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE)
+TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE, Transport.BROADCAST)
 COLOCATED = frozenset({Transport.SHARED_MEMORY})
 """Whose engines are on the ranks' own devices; the others' have devices of their own."""
 FIRST_OTHER_DEVICE = 1000
@@ -171,7 +171,9 @@ class Fleet:
         await eventually(self._knows(len(slots(case.topology.ranks))), within=CASE_SECONDS)
         directory = Path(tempfile.mkdtemp(prefix="weightplane-"))
         stack.callback(shutil.rmtree, directory, ignore_errors=True)
-        settings = TrainerSettings(self._fleet.address, run_id=RUN, chunk_bytes=MIN_CHUNK_BYTES, trainer_id="sweep")
+        settings = TrainerSettings(
+            self._fleet.address, RUN, trainer_id="sweep", chunk_bytes=MIN_CHUNK_BYTES, link_host="127.0.0.1"
+        )
         trainer = TrainerAgent(settings, directory / "ranks.sock")
         stack.push_async_callback(trainer.close)
         await trainer.start()

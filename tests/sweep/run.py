@@ -70,6 +70,8 @@ def _push_problem(facts: Facts) -> str | None:
         for transport, told in fact.get("hook", {}).get("pushed", {}).items():
             if told["status"] != ["COMMITTED"] * PUSHES:
                 return f"rank {rank}: {transport}: {told['status']}"
+            if other := sorted(set(told["ways"].values()) - {transport}):
+                return f"rank {rank}: {transport}: the plan took {', '.join(other)}"
     for engine, pushes in facts[0].get("hook", {}).get("received", {}).items():
         if len(pushes) != PUSHES:
             return f"{engine} got {len(pushes)} pushes of {PUSHES}"

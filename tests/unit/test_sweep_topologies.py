@@ -65,9 +65,9 @@ def test_one_rank_that_differs_is_the_topologys_problem(changes: dict[str, Any],
     assert (problem or "bit for bit") in line(TOPOLOGY, ranks, problem)
 
 
-def pushed(*, status: str = "COMMITTED", pushes: int = PUSHES, **got: list[str]) -> dict[str, Any]:
+def pushed(*, status: str = "COMMITTED", pushes: int = PUSHES, way: str = "inline", **got: list[str]) -> dict[str, Any]:
     received = [{"wrong": [], "missing": [], "tensors": 7, "devices": 1} | got] * pushes
-    told = {"inline": {"status": [status] * PUSHES, "seconds": 0.25}}
+    told = {"inline": {"status": [status] * PUSHES, "seconds": 0.25, "ways": {"inline-slot1": way}}}
     return {"hook": {"pushed": told, "received": {"inline-slot2": received, "inline-slot1": received}}}
 
 
@@ -76,6 +76,7 @@ def pushed(*, status: str = "COMMITTED", pushes: int = PUSHES, **got: list[str])
     [
         ({}, None),
         ({"status": "DEGRADED"}, "rank 0: inline: ['DEGRADED', 'DEGRADED', 'DEGRADED']"),
+        ({"way": "broadcast"}, "rank 0: inline: the plan took broadcast"),
         ({"pushes": 2}, "inline-slot2 got 2 pushes of 3"),
         ({"wrong": ["w for any device"]}, "inline-slot2, push 1: wrong ['w for any device'], missing []"),
         ({"missing": ["w"]}, "inline-slot2, push 1: wrong [], missing ['w']"),
