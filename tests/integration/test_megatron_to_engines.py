@@ -48,8 +48,9 @@ def topologies(family: str, tied: bool, sizes: Sequence[dict[str, int]]) -> list
         (topologies("qwen3", True, [{"expert_tensor": s.get("tensor", 1), **s} for s in DENSE]), "shared_memory"),
         (topologies("qwen3_moe", False, WITH_EXPERTS), "shared_memory"),
         (topologies("qwen3_moe", True, WITH_EXPERTS[:1]), "inline"),
+        (topologies("mixtral", False, WITH_EXPERTS[1:2]), "broadcast"),
     ],
-    ids=["dense-shared_memory", "experts-shared_memory", "experts-inline"],
+    ids=["dense-shared_memory", "experts-shared_memory", "experts-inline", "experts-broadcast"],
 )
 async def test_engines_of_one_and_two_workers_say_what_transformers_says_after_each_push(
     tmp_path: Path, split: list[Topology], transport: str
@@ -60,7 +61,7 @@ async def test_engines_of_one_and_two_workers_say_what_transformers_says_after_e
         await fleet.start_coordinator(transport=transport, lease_ttl_seconds=60.0)
         for engine_id, devices in ENGINES.items():
             _start_vllm(fleet, engine_id, devices, model)
-        async with toy_trainer(fleet.address) as trainer:
+        async with toy_trainer(fleet.address, link_host="127.0.0.1") as trainer:
             await eventually(lambda: _known(fleet), within=START_SECONDS)
             command = ["tests.support.megatron_moves", str(model), str(tmp_path), str(PUSHES)]
             command.append(json.dumps([t.to_json() for t in split]))
