@@ -13,6 +13,7 @@ import pytest
 from controlplane.core.errors import InvalidRequest, UpdateFailed
 from controlplane.core.versions import Term, WeightVersion
 from tests.support.eventually import eventually
+from tests.support.local_fleet import LocalFleet
 from tests.support.toy_trainer import RankProcess, fleet_for_toys, segments, start_engine, toy_trainer
 from trainer_agent.adapters.updater import WeightplaneUpdater
 from trainer_agent.rank import PushReport
@@ -57,7 +58,7 @@ async def test_a_loop_as_slimes_updates_every_engine_and_meets_new_ones_without_
         await fleet.wait_for_engines(2)
         manager.answer(2, ["e0", "e1"], new=1)
         assert await manager.updated(ranks, 2) == [(3, "")] * 2
-        assert [await fleet.applied(e) for e in ("e0", "e1")] == [3, 3]
+        await eventually(lambda: _hold(fleet, 3, "e0", "e1"))
         # An engine that recovers is no engine any more for a while: the loop hears of it, and the number has moved.
         await fleet.stop("e1")
         manager.answer(3, ["e0", "e1"], new=0)
@@ -67,6 +68,10 @@ async def test_a_loop_as_slimes_updates_every_engine_and_meets_new_ones_without_
         assert "without engines that this loop uses: e1" in error
         assert await asyncio.gather(*(rank.code() for rank in ranks)) == [0, 0]
     assert segments() == []
+
+
+async def _hold(fleet: LocalFleet, number: int, *engine_ids: str) -> bool:
+    return [await fleet.applied(engine_id) for engine_id in engine_ids] == [number] * len(engine_ids)
 
 
 class FixedRank:
@@ -132,6 +137,16 @@ def test_the_version_moves_with_the_fleet_and_not_with_the_attempt() -> None:
     assert (updater.weight_version, rank.steps) == (93, [1, 2, 700])
 
 
+@pytest.mark.parametrize("outcome", ["RECEIVING", "READY", "INSTALLING"])
+def test_a_new_engine_that_is_still_on_its_way_is_no_error(outcome: str) -> None:
+    rank = FixedRank()
+    rank.outcomes["e1"] = outcome
+    updater = updater_of(rank)
+    updater.connect_rollout_engines(["e0", "e1"])
+    updater.update_weights()
+    assert updater.weight_version == 91
+
+
 def test_a_number_that_the_loop_wrote_is_overwritten_by_the_coordinators() -> None:
     updater = updater_of(FixedRank())
     updater.weight_version = 5000
@@ -139,7 +154,7 @@ def test_a_number_that_the_loop_wrote_is_overwritten_by_the_coordinators() -> No
     assert updater.weight_version == 91
 
 
-@pytest.mark.parametrize("outcome", ["LOST", "FAILED: INSTALL_FAILED", None])
+@pytest.mark.parametrize("outcome", ["LOST", "FAILED: INSTALL_FAILED", "ABORTED: SHAPE_MISMATCH", None])
 def test_p3_a_connected_engine_without_the_version_is_an_error_with_every_outcome(outcome: str | None) -> None:
     rank = FixedRank()
     rank.outcomes = {"e0": "APPLIED"} | ({"e1": outcome} if outcome else {})

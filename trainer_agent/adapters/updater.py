@@ -5,10 +5,11 @@
     updater.update_weights()                                 # on every rank
     updater.weight_version                                   # the coordinator's number
 
-Promises: `weight_version` moves only when the fleet committed; an engine that the loop connected and that did not
-apply the version is an error on every rank, with its outcome. Engines are paused, updated and resumed by their
-agents, found by the coordinator, and new ones are met by the next push: connecting makes no process groups, costs
-nothing, and may be repeated.
+Promises: `weight_version` moves only when the fleet committed; an engine that the loop connected and that will not hold
+the version is an error on every rank, with its outcome. One that is still on its way (it was new, and nobody waits for
+new ones) is none: its gate is shut until it holds what the fleet serves. Engines are paused, updated and resumed by
+their agents, found by the coordinator, and new ones are met by the next push: connecting makes no process groups,
+costs nothing, and may be repeated.
 
 Refuses Ray actors of engines that have no agent: they would keep old weights in silence. `rollout_engine_lock` is not
 used, since writers are fenced by terms; nor are counts and offsets of GPUs, since slots come from device UUIDs. Weights
@@ -24,7 +25,8 @@ from controlplane.core.errors import InvalidRequest, UpdateFailed
 from trainer_agent.rank.report import PushReport
 from trainer_agent.rank.trainer_rank import TrainerRank
 
-APPLIED = "APPLIED"
+FINE = frozenset({"APPLIED", "RECEIVING", "READY", "INSTALLING"})
+"""Outcomes at the decision; see `UpdateStage`. Any other says that the engine will not hold this version."""
 
 
 class WeightplaneUpdater:
@@ -73,19 +75,19 @@ class WeightplaneUpdater:
         """Push; returns when the fleet decided. Collective. By default the step is one more than the last one.
 
         Raises:
-            UpdateFailed: the fleet did not commit; or it did, and not all connected engines hold the version
+            UpdateFailed: the fleet did not commit; or it did, and not all connected engines will hold the version
                 (`weight_version` has moved then). Else as `TrainerRank.push` does.
         """
         self._step = self._step + 1 if step is None else step
         report = self._rank.push(self._step)
         self.report, self.weight_version = report, report.version.number
         outcomes = {e: report.outcomes.get(e, "NOT IN THE PLAN") for e in self._engine_ids}
-        late = [engine_id for engine_id, outcome in outcomes.items() if outcome != APPLIED]
-        if late:
+        without = [engine_id for engine_id, outcome in outcomes.items() if outcome not in FINE]
+        if without:
             raise UpdateFailed(
                 update_id="",
                 version=str(report.version),
-                cause=f"the fleet committed without engines that this loop uses: {', '.join(late)}",
+                cause=f"the fleet committed without engines that this loop uses: {', '.join(without)}",
                 outcomes="; ".join(f"{engine_id} {outcome}" for engine_id, outcome in outcomes.items()),
             )
 
