@@ -107,9 +107,7 @@ class ToyTrainer:
         self.ranks = [started[rank] for rank in range(len(devices))]
         return self.ranks
 
-    async def _start(
-        self, module: Sequence[str], rank: int, world: int, environment: Mapping[str, str]
-    ) -> RankProcess:
+    async def _start(self, module: Sequence[str], rank: int, world: int, environment: Mapping[str, str]) -> RankProcess:
         ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         socket = {wire.RANK_SOCKET_VARIABLE: str(self.directory / "ranks.sock")}
         return await RankProcess.run(module, {**ids, **socket, **environment})
