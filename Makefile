@@ -42,7 +42,7 @@ mutants: setup ## remove each invariant's check in turn: some test must catch it
 kill-matrix: setup ## kill each process at each phase of an update; writes docs/failures.md (up to 25 minutes)
 	$(BIN)/python -m tests.kill_matrix.run --write docs/failures.md
 
-sweep: setup ## split models in every way over real Megatron ranks (4, or RANKS=8): each must yield its checkpoint
+sweep: setup ## split models in every way over real Megatron ranks (4, or RANKS=8): engines must get their checkpoint
 	$(BIN)/python -m tests.sweep.run --ranks $(or $(RANKS),4)
 
 bench: setup ## what the control plane itself costs

@@ -32,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tens
 from vllm.platforms import current_platform
 
 from controlplane import failpoints
+from engine_agent.vllm.experts import experts_packed_anew
 from engine_agent.vllm.mapping import DTYPES, MappedChunks, StagingError
 
 NAMES_SHOWN = 5
@@ -149,13 +150,14 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         close_open_layers(self.model)
         self.result.touched = True  # from here on the old weights are not certainly whole (INV-1, INV-4)
         initialize_layerwise_reload(self.model)
-        try:
-            loaded = self.model.load_weights(self._weights())
-            self._check_complete(needed, loaded)
-            finalize_layerwise_reload(self.model, self.model_config)
-        except BaseException:
-            close_open_layers(self.model)
-            raise
+        with experts_packed_anew(self.model):
+            try:
+                loaded = self.model.load_weights(self._weights())
+                self._check_complete(needed, loaded)
+                finalize_layerwise_reload(self.model, self.model_config)
+            except BaseException:
+                close_open_layers(self.model)
+                raise
         self._repair_tied_head()
 
     def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:

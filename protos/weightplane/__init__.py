@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
     from controlplane.rollout.client import RolloutClient
+    from trainer_agent.adapters.updater import WeightplaneUpdater
+    from trainer_agent.adapters.vllm_client import WeightplaneSyncClient
     from trainer_agent.megatron.source import MegatronSource
     from trainer_agent.rank import TrainerRank
     from trainer_agent.sources.iterable import IterableSource
@@ -25,6 +27,8 @@ __all__ = [
     "SamplingSettings",
     "TrainerRank",
     "WeightVersion",
+    "WeightplaneSyncClient",
+    "WeightplaneUpdater",
 ]
 
 _HOMES = {
@@ -35,6 +39,8 @@ _HOMES = {
     "SamplingSettings": "controlplane.core.sampling",
     "TrainerRank": "trainer_agent.rank",
     "WeightVersion": "controlplane.core.versions",
+    "WeightplaneSyncClient": "trainer_agent.adapters.vllm_client",
+    "WeightplaneUpdater": "trainer_agent.adapters.updater",
 }
 
 

@@ -36,16 +36,17 @@ PROMPTS = [[5, 6, 7, 8, 9], [17, 3, 99, 100, 101, 102], list(range(10, 70)), [20
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "pipeline_parallel", "transport"), [(2, 1, "shared_memory"), (1, 2, "inline")]
+    ("tensor_parallel", "pipeline_parallel", "transport", "workers"), [(2, 1, "shared_memory", 2), (1, 2, "inline", 1)]
 )
 async def test_m1_m4_after_each_of_three_pushes_the_engine_equals_a_fresh_one(
-    tmp_path: Path, tensor_parallel: int, pipeline_parallel: int, transport: str
+    tmp_path: Path, tensor_parallel: int, pipeline_parallel: int, transport: str, workers: int
 ) -> None:
+    """With two workers the ranks are a slot: each rank's memory feeds the worker on its device."""
     model = make_tiny_model(tmp_path / "model", 0)
     fleet = LocalFleet(tmp_path)
     try:
         await fleet.start_coordinator(transport=transport, lease_ttl_seconds=20.0)
-        _start_vllm(fleet, model)
+        _start_vllm(fleet, model, workers)
         await eventually(lambda: _knows_an_engine(fleet), within=240)
         command = ["-m", "tests.support.megatron_pushes", str(model), str(tmp_path)]
         command += [str(tensor_parallel), str(pipeline_parallel), str(PUSHES)]
@@ -62,12 +63,13 @@ async def test_m1_m4_after_each_of_three_pushes_the_engine_equals_a_fresh_one(
     assert _gap(said[0], said[1]) > 100 * TOLERANCE, "neighbouring versions must differ, or nothing was proven"
 
 
-def _start_vllm(fleet: LocalFleet, model: Path) -> None:
+def _start_vllm(fleet: LocalFleet, model: Path, workers: int) -> None:
     vllm = VllmSettings(
         model=model,
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         max_num_seqs=len(PROMPTS),
+        tensor_parallel_size=workers,
         kv_cache_memory_bytes=KV_BYTES,
     )
     settings = EngineSettings(
@@ -76,7 +78,7 @@ def _start_vllm(fleet: LocalFleet, model: Path) -> None:
         run_id=RUN,
         state_dir=fleet.directory / "engines",
         vllm=vllm,
-        cpu_devices=(0,),
+        cpu_devices=tuple(range(workers)),
     )
     fleet._start("e0", run_engine, settings)
 

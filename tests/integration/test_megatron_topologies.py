@@ -1,4 +1,5 @@
-"""MegatronSource on four real Megatron ranks, split in every way: each rank yields the checkpoint, bit for bit.
+"""MegatronSource on four real Megatron ranks, split in every way: each rank yields the checkpoint, and engines of every
+slot size get it through every transport, bit for bit.
 
 Over gloo; a part of what `make sweep` runs. One set of processes builds all models, one topology after the other.
 """
@@ -6,15 +7,20 @@ Over gloo; a part of what `make sweep` runs. One set of processes builds all mod
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.sweep.launch import Facts, make_models, run
+from tests.sweep.pushes import PUSHES
+from tests.sweep.receiving import TRANSPORTS, slots
 from tests.sweep.topology import Topology
 
 pytestmark = pytest.mark.real
 
 RANKS = 4
+TRANSPORT_NAMES = [transport.value for transport in TRANSPORTS]
+SLOT_SIZES = list(slots(RANKS))
 LOGIT_TOLERANCE = 1e-5
 MEMORY_IN_PARAMETERS = 4
 """Shards, what they make when joined, and the tensors that this is taken apart into, while the next shard comes."""
@@ -49,7 +55,8 @@ WITH_EXPERTS = [t for t in TOPOLOGIES if t.has_experts]
 def facts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Facts]:
     directory: Path = tmp_path_factory.mktemp("topologies")
     make_models(directory / "models", TOPOLOGIES)
-    return {t.name: ranks for t, ranks in run(TOPOLOGIES, directory, logits=True, hook="tests.sweep.hooks:second_pass")}
+    how: dict[str, Any] = {"logits": True, "push": True, "hook": "tests.sweep.hooks:second_pass"}
+    return {t.name: ranks for t, ranks in run(TOPOLOGIES, directory, **how)}
 
 
 def by_name(t: Topology) -> str:
@@ -73,9 +80,44 @@ def test_metadata_and_ties_are_the_checkpoints_on_every_rank(t: Topology, facts:
 
 @pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
 def test_a_second_pass_yields_the_same_on_every_rank(t: Topology, facts: dict[str, Facts]) -> None:
-    passes = [rank["hook"] for rank in facts[t.name]]
+    passes = [(rank["hook"]["names"], rank["hook"]["digest"]) for rank in facts[t.name]]
     assert passes == [passes[0]] * RANKS
-    assert passes[0]["names"] == facts[t.name][0]["names"]
+    assert passes[0][0] == facts[t.name][0]["names"]
+
+
+@pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
+def test_engines_of_every_slot_size_get_the_checkpoint_bit_for_bit_in_three_pushes(
+    t: Topology, facts: dict[str, Facts]
+) -> None:
+    received = facts[t.name][0]["hook"]["received"]
+    assert received.keys() == {f"{transport}-slot{size}" for transport in TRANSPORT_NAMES for size in SLOT_SIZES}
+    for engine, pushes in received.items():
+        assert [(push["wrong"], push["missing"]) for push in pushes] == [([], [])] * PUSHES, engine
+        assert {push["tensors"] for push in pushes} == {facts[t.name][0]["names"]}
+
+
+@pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
+def test_each_engine_was_fed_by_the_transport_that_was_asked_for(t: Topology, facts: dict[str, Facts]) -> None:
+    for transport in TRANSPORT_NAMES:
+        ways = [rank["hook"]["pushed"][transport]["ways"] for rank in facts[t.name]]
+        assert {engine for rank in ways for engine in rank} == {f"{transport}-slot{size}" for size in SLOT_SIZES}
+        assert {way for rank in ways for way in rank.values()} == {transport}
+
+
+@pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
+def test_engines_on_a_slots_devices_get_a_buffer_for_each_of_them(t: Topology, facts: dict[str, Facts]) -> None:
+    received = facts[t.name][0]["hook"]["received"]
+    for size in SLOT_SIZES:
+        assert {push["devices"] for push in received[f"shared_memory-slot{size}"]} == {size}
+
+
+@pytest.mark.parametrize("t", TOPOLOGIES, ids=by_name)
+def test_every_rank_hears_the_same_numbers_of_committed_pushes(t: Topology, facts: dict[str, Facts]) -> None:
+    for transport in TRANSPORT_NAMES:
+        told = [rank["hook"]["pushed"][transport] for rank in facts[t.name]]
+        assert [rank["status"] for rank in told] == [["COMMITTED"] * PUSHES] * RANKS
+        assert [rank["numbers"] for rank in told] == [told[0]["numbers"]] * RANKS
+        assert told[0]["numbers"] == sorted(set(told[0]["numbers"]))
 
 
 @pytest.mark.parametrize("t", WITH_LOGITS, ids=by_name)

@@ -28,6 +28,11 @@ from trainer_agent.rank.devices import CPU_DEVICE_VARIABLE
 SMALL_CHUNK_BYTES = 64 * 1024
 
 
+def toy_rank(script: Script) -> list[str]:
+    """The module and its argument."""
+    return ["tests.support.toy_rank", json.dumps(asdict(script))]
+
+
 class RankProcess:
     """One rank, and the lines that it says."""
 
@@ -38,11 +43,16 @@ class RankProcess:
 
     @classmethod
     async def start(cls, script: Script, environment: Mapping[str, str]) -> RankProcess:
+        return await cls.run(toy_rank(script), environment)
+
+    @classmethod
+    async def run(cls, module: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
+        """A module, and its arguments."""
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "tests.support.toy_rank",
-            json.dumps(asdict(script)),
+            *module,
+            stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
         )
@@ -78,7 +88,11 @@ class ToyTrainer:
 
     async def start_ranks(self, script: Script, world: int = 2, **environment: str) -> list[RankProcess]:
         """One life of ranks; returns once they were started, not joined."""
-        self.ranks = [await self._start(script, rank, world, environment) for rank in range(world)]
+        return await self.run_ranks(toy_rank(script), world, **environment)
+
+    async def run_ranks(self, module: Sequence[str], world: int = 2, **environment: str) -> list[RankProcess]:
+        """The same, of any module that joins."""
+        self.ranks = [await self._start(module, rank, world, environment) for rank in range(world)]
         return self.ranks
 
     async def join_ranks_in(self, order: Sequence[int], script: Script, devices: Sequence[int]) -> list[RankProcess]:
@@ -87,16 +101,16 @@ class ToyTrainer:
         started: dict[int, RankProcess] = {}
         for rank in order:
             device = {CPU_DEVICE_VARIABLE: str(devices[rank])}
-            started[rank] = await self._start(script, rank, len(devices), device)
+            started[rank] = await self._start(toy_rank(script), rank, len(devices), device)
             self.ranks = list(started.values())
             await eventually(lambda: len(self.agent.pids) == len(self.ranks), within=60)
         self.ranks = [started[rank] for rank in range(len(devices))]
         return self.ranks
 
-    async def _start(self, script: Script, rank: int, world: int, environment: Mapping[str, str]) -> RankProcess:
+    async def _start(self, module: Sequence[str], rank: int, world: int, environment: Mapping[str, str]) -> RankProcess:
         ids = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
         socket = {wire.RANK_SOCKET_VARIABLE: str(self.directory / "ranks.sock")}
-        return await RankProcess.start(script, {**ids, **socket, **environment})
+        return await RankProcess.run(module, {**ids, **socket, **environment})
 
     async def close(self) -> None:
         for rank in self.ranks:

@@ -16,7 +16,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from controlplane.processes import set_death_signal
 from tests.support.hf_models import checkpoint
 from tests.support.megatron_logits import logit_error
 from tests.support.peak_memory import PeakMemory
+from tests.sweep.pushes import write_json
 from tests.sweep.topology import Topology
 from trainer_agent.megatron.source import MegatronSource
 
@@ -42,7 +43,7 @@ def main() -> None:
     arguments.add_argument("--models", type=Path, required=True)
     arguments.add_argument("--out", type=Path, required=True)
     arguments.add_argument("--topologies", type=Path, required=True)
-    arguments.add_argument("--hook", default="")
+    arguments.add_argument("--hook", action="append", default=[])
     arguments.add_argument("--logits", action="store_true", help="also compare with transformers (float32 models)")
     given = arguments.parse_args()
     set_death_signal(signal.SIGKILL)
@@ -55,24 +56,22 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_SECONDS),
     )
-    hook = _hook(given.hook)
+    hooks = [_hook(name) for name in given.hook]
     for number, fields in enumerate(json.loads(given.topologies.read_text())):
         topology = Topology(**fields)
-        facts = _facts(topology, given.models / topology.model, hook, logits=given.logits)
-        part = given.out / f"{number}.rank{rank}.part"
-        part.write_text(json.dumps(facts))
-        part.rename(part.with_suffix(".json"))
+        facts = _facts(topology, given.models / topology.model, hooks, logits=given.logits)
+        write_json(given.out / f"{number}.rank{rank}.json", facts)
     # Groups that a topology broke may not be closed in good order any more.
     os._exit(0)
 
 
-def _facts(topology: Topology, model_dir: Path, hook: Hook | None, *, logits: bool) -> dict[str, Any]:
+def _facts(topology: Topology, model_dir: Path, hooks: Sequence[Hook], *, logits: bool) -> dict[str, Any]:
     began = time.monotonic()
     try:
         chunks = _build(topology, model_dir)
         source = MegatronSource(chunks, model_dir)
         facts = {"build_seconds": time.monotonic() - began} | _export_facts(source, chunks, model_dir)
-        facts["hook"] = dict(hook(source, topology)) if hook else {}
+        facts["hook"] = {key: fact for hook in hooks for key, fact in hook(source, topology).items()}
     except Exception:
         return {"failure": traceback.format_exc(limit=-6)}
     facts["failure"] = None
@@ -177,9 +176,7 @@ def _destroy_groups() -> None:
             dist.destroy_process_group(group)
 
 
-def _hook(name: str) -> Hook | None:
-    if not name:
-        return None
+def _hook(name: str) -> Hook:
     module, _, function = name.partition(":")
     found: Hook = getattr(importlib.import_module(module), function)
     return found

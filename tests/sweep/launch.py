@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from tests.support.hf_models import save_random
+from tests.sweep.pushes import DIRECTORY_VARIABLE, HOOK
 from tests.sweep.topology import Topology
 
 POLL_SECONDS = 0.05
@@ -32,9 +34,11 @@ def make_models(directory: Path, topologies: Sequence[Topology]) -> None:
 
 
 def run(
-    topologies: Sequence[Topology], directory: Path, *, logits: bool = False, hook: str = ""
+    topologies: Sequence[Topology], directory: Path, *, logits: bool = False, push: bool = False, hook: str = ""
 ) -> Iterator[tuple[Topology, Facts]]:
     """Each topology with its facts, as soon as all ranks have written them. All topologies have as many ranks.
+
+    With `push` each source is pushed through every transport too; see `pushes` and `receiving`.
 
     Raises:
         RuntimeError: a rank died, or took too long; its output is in the text.
@@ -42,40 +46,57 @@ def run(
     out = directory / "facts"
     out.mkdir(parents=True)
     (directory / "topologies.json").write_text(json.dumps([t.to_json() for t in topologies]))
-    extra = (["--logits"] if logits else []) + (["--hook", hook] if hook else [])
-    ranks = _start(topologies[0].ranks, directory, extra)
+    hooks = [name for name in (HOOK if push else "", hook) if name]
+    extra = (["--logits"] if logits else []) + [word for name in hooks for word in ("--hook", name)]
+    processes = _start_ranks(topologies[0].ranks, directory, extra)
     try:
+        if push:
+            processes["receiving"] = _start_receiving(topologies[0].ranks, directory)
         for number, topology in enumerate(topologies):
-            yield topology, _await_facts(number, topology, ranks, directory)
+            yield topology, _await_facts(number, topology, processes, directory)
     finally:
-        for process in ranks:
+        for process in processes.values():
             process.kill()
             process.wait()
 
 
-def _start(count: int, directory: Path, extra: Sequence[str]) -> list[subprocess.Popen[bytes]]:
-    command = [sys.executable, "-m", "tests.sweep.job", "--rendezvous", str(directory / "rendezvous")]
+Processes = dict[str, subprocess.Popen[bytes]]
+"""By the name of their log."""
+
+
+def _start_ranks(count: int, directory: Path, extra: Sequence[str]) -> Processes:
+    command = ["tests.sweep.job", "--rendezvous", str(directory / "rendezvous")]
     command += ["--models", str(directory / "models"), "--out", str(directory / "facts")]
     command += ["--topologies", str(directory / "topologies.json"), *extra]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(count), "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONWARNINGS"] = "ignore"
-    processes = []
-    for rank in range(count):
-        with (directory / f"rank{rank}.log").open("wb") as log:
-            processes.append(
-                subprocess.Popen(command, env=environment | {"RANK": str(rank)}, stdout=log, stderr=subprocess.STDOUT)
-            )
-    return processes
+    names = [f"rank{rank}" for rank in range(count)]
+    more = {"WORLD_SIZE": str(count), DIRECTORY_VARIABLE: str(directory)}
+    return {n: _start(n, command, directory, more | {"RANK": str(r)}) for r, n in enumerate(names)}
 
 
-def _await_facts(number: int, topology: Topology, ranks: Sequence[subprocess.Popen[bytes]], directory: Path) -> Facts:
-    files = [directory / "facts" / f"{number}.rank{rank}.json" for rank in range(len(ranks))]
+def _start_receiving(count: int, directory: Path) -> subprocess.Popen[bytes]:
+    return _start(
+        "receiving", ["tests.sweep.receiving", "--directory", str(directory), "--ranks", str(count)], directory
+    )
+
+
+def _start(
+    name: str, command: Sequence[str], directory: Path, more: Mapping[str, str] = MappingProxyType({})
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore", **more}
+    with (directory / f"{name}.log").open("wb") as log:
+        return subprocess.Popen([sys.executable, "-m", *command], env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def _await_facts(number: int, topology: Topology, processes: Processes, directory: Path) -> Facts:
+    """What each rank wrote. A process that ends by itself has failed, unless its work was done."""
+    files = {f"rank{rank}": directory / "facts" / f"{number}.rank{rank}.json" for rank in range(topology.ranks)}
     deadline = time.monotonic() + SILENCE_SECONDS
-    while not all(file.exists() for file in files):
-        dead = [rank for rank, process in enumerate(ranks) if process.poll() and not files[rank].exists()]
+    while not all(file.exists() for file in files.values()):
+        ended = [name for name, process in processes.items() if process.poll() is not None]
+        dead = [name for name in ended if name not in files or not files[name].exists()]
         if dead or time.monotonic() > deadline:
-            logs = "\n".join((directory / f"rank{r}.log").read_text()[-2000:] for r in dead or range(len(ranks)))
-            what = f"ranks {dead} ended" if dead else f"no answer in {SILENCE_SECONDS:.0f} s"
+            logs = "\n".join((directory / f"{name}.log").read_text()[-2000:] for name in dead or processes)
+            what = f"{', '.join(dead)} ended" if dead else f"no answer in {SILENCE_SECONDS:.0f} s"
             raise RuntimeError(f"{topology.name}: {what}\n{logs}")
         time.sleep(POLL_SECONDS)
-    return [json.loads(file.read_text()) for file in files]
+    return [json.loads(file.read_text()) for file in files.values()]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import pytest
+import torch
 
+from tests.support.staging import stage
+from tests.sweep.pushes import PUSHES
+from tests.sweep.receiving import compare, slots, turn_signs
 from tests.sweep.run import line, problem_of
 from tests.sweep.topology import Topology, every
 
@@ -58,6 +63,60 @@ def test_one_rank_that_differs_is_the_topologys_problem(changes: dict[str, Any],
     ranks = [facts(), facts(**changes)]
     assert problem_of(ranks) == problem
     assert (problem or "bit for bit") in line(TOPOLOGY, ranks, problem)
+
+
+def pushed(*, status: str = "COMMITTED", pushes: int = PUSHES, way: str = "inline", **got: list[str]) -> dict[str, Any]:
+    received = [{"wrong": [], "missing": [], "tensors": 7, "devices": 1} | got] * pushes
+    told = {"inline": {"status": [status] * PUSHES, "seconds": 0.25, "ways": {"inline-slot1": way}}}
+    return {"hook": {"pushed": told, "received": {"inline-slot2": received, "inline-slot1": received}}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, None),
+        ({"status": "DEGRADED"}, "rank 0: inline: ['DEGRADED', 'DEGRADED', 'DEGRADED']"),
+        ({"way": "broadcast"}, "rank 0: inline: the plan took broadcast"),
+        ({"pushes": 2}, "inline-slot2 got 2 pushes of 3"),
+        ({"wrong": ["w for any device"]}, "inline-slot2, push 1: wrong ['w for any device'], missing []"),
+        ({"missing": ["w"]}, "inline-slot2, push 1: wrong [], missing ['w']"),
+    ],
+)
+def test_one_engine_that_got_something_else_is_the_topologys_problem(
+    changes: dict[str, Any], problem: str | None
+) -> None:
+    ranks = [facts(**pushed(**changes)), facts()]
+    assert problem_of(ranks) == problem
+    assert (problem or "bit for bit on all ranks; inline to 1,2") in line(TOPOLOGY, ranks, problem)
+
+
+STATE = {"a": torch.tensor([1.5, -2.0, 0.0]), "b": torch.ones(2, 2)}
+
+
+def got_of(state: dict[str, torch.Tensor]) -> dict[str, Any]:
+    """What a sweep's engine says of `state` when STATE was to come, under those names and one more."""
+    digests = {n: hashlib.sha256(t.numpy().tobytes()).digest() for n, t in STATE.items()}
+    with stage(state, "3") as staged:
+        return compare(staged, digests, [*STATE, "c"])
+
+
+def test_an_engine_of_a_sweep_tells_a_single_changed_bit_and_a_missing_name() -> None:
+    assert got_of(STATE) == {"wrong": [], "missing": ["c"], "tensors": 2, "devices": 1, "number": 3}
+    changed = got_of(STATE | {"a": torch.tensor([1.5, -2.0, -0.0])})
+    assert changed["wrong"] == ["a for any device"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_turned_signs_are_what_negation_makes(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1.5, -2.0, 0.0, -0.0, float("inf")], dtype=dtype)
+    data, turned = (t.view(torch.uint8).numpy().tobytes() for t in (tensor, -tensor))
+    assert turn_signs(data, dtype.itemsize) == turned != data
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_slots_are_of_every_size_and_in_the_middle(ranks: int) -> None:
+    assert [(size, len(slot)) for size, slot in slots(ranks).items()] == [(s, s) for s in (1, 2, 4, 8) if s <= ranks]
+    assert slots(4)[2] == (1, 2)
 
 
 def test_a_name_tells_only_what_is_split() -> None:

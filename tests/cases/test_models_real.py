@@ -1,0 +1,194 @@
+"""Failures in what models are (CASES.md, M1, M2, M4, M6, M7), on a real vLLM engine of a model with experts.
+
+Its vocabulary is no multiple of anything, its head is tied to its embedding. A real trainer's rank pushes, well or
+badly; what the engine then says is compared with fresh engines, or with transformers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from safetensors.torch import save_file
+
+from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.vllm.settings import VllmSettings
+from tests.support.eventually import eventually
+from tests.support.hf_models import VOCAB, save_random
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.reference import Reference
+from tests.support.samples import greedy
+from tests.support.tiny_rank import EMBEDDING_NAME
+from tests.support.told_rank import Order, weights
+from tests.support.toy_trainer import RankProcess, ToyTrainer, toy_trainer
+
+pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
+
+PROMPT = [5, 6, 7, 8, 9]
+COUNT = 12
+START_SECONDS = 240.0
+LIMITS = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 32 << 20}
+Said = tuple[list[int], list[tuple[int, int, int]]]
+"""Tokens, and spans as (number, start, end)."""
+
+
+@dataclass
+class Rig:
+    """One engine that lives as long as this module, and a rank that pushes to it."""
+
+    fleet: LocalFleet
+    rank: RankProcess
+    model: Path
+    work: Path
+
+    async def push(self, order: Order) -> dict[str, Any]:
+        """How it ended, in the rank's words."""
+        ended = len(self._ends)
+        assert self.rank.process.stdin is not None
+        self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        await eventually(lambda: len(self._ends) > ended, within=90)
+        return self._ends[-1]
+
+    @property
+    def _ends(self) -> list[dict[str, Any]]:
+        return [line for line in self.rank.lines if line["event"] in ("pushed", "failed")]
+
+    async def pushed(self, order: Order) -> int:
+        """The number, of a push that has to succeed."""
+        end = await self.push(order)
+        assert end["event"] == "pushed", end
+        return int(end["number"])
+
+    async def says(self) -> Said:
+        return await greedy(self.fleet, "e0", PROMPT, COUNT)
+
+    def truth(self, order: Order) -> list[int]:
+        """transformers' tokens. It loads from a directory: in memory it fuses experts under names of its own."""
+        return Reference(self.written(order)).greedy({}, PROMPT, COUNT)[0]
+
+    def written(self, order: Order) -> Path:
+        """A model directory with these weights."""
+        directory = self.work / f"weights-{order.seed}"
+        if not directory.exists():
+            directory.mkdir()
+            (directory / "config.json").write_text((self.model / "config.json").read_text())
+            save_file(weights(self.model, order), directory / "model.safetensors", metadata={"format": "pt"})
+        return directory
+
+    async def fresh_says(self, order: Order) -> list[int]:
+        """The tokens of a fresh vLLM in a process of its own."""
+        directory = self.written(order)
+        request = {"prompts": [PROMPT], "max_tokens": COUNT, **LIMITS}
+        (directory / "request").write_text(json.dumps(request))
+        words = [str(directory), str(directory / "request"), str(directory / "answer")]
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "controlplane.cli.demo.reference", *words),
+            env={name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await asyncio.wait_for(process.communicate(), 240)
+        assert process.returncode == 0, output.decode()[-4000:]
+        (answer,) = json.loads((directory / "answer").read_text())
+        tokens: list[int] = answer["tokens"]
+        return tokens
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
+    work = tmp_path_factory.mktemp("real")
+    model = save_random(
+        work / "model", "qwen3_moe", tied=True, num_hidden_layers=2, head_dim=32, moe_intermediate_size=64
+    )
+    fleet = LocalFleet(work)
+    try:
+        await fleet.start_coordinator(lease_ttl_seconds=20.0)
+        vllm = VllmSettings(model, max_num_seqs=4, **LIMITS)  # type: ignore[arg-type]
+        settings = EngineSettings("e0", fleet.address, RUN, state_dir=work / "engines", vllm=vllm)
+        fleet._start("e0", run_engine, settings)
+        async with toy_trainer(fleet.address) as trainer:
+            rank = await _rank(trainer, model)
+            await eventually(lambda: _knows(fleet), within=START_SECONDS)
+            yield Rig(fleet, rank, model, work)
+    finally:
+        await fleet.close()
+
+
+async def _rank(trainer: ToyTrainer, model: Path) -> RankProcess:
+    (rank,) = await trainer.run_ranks(["tests.support.told_rank", str(model)], world=1)
+    await eventually(lambda: bool(rank.said("listening")), within=60)
+    return rank
+
+
+async def _knows(fleet: LocalFleet) -> bool:
+    return any(engine.known for engine in (await fleet.view()).engines)
+
+
+async def refused(rig: Rig, order: Order) -> str:
+    """The text with which a push is refused that must leave tokens, version and gate as they are."""
+    number = await rig.pushed(Order(seed=1))
+    before = await rig.says()
+    end = await rig.push(order)
+    assert (end["event"], end["reason"]) == ("failed", "UPDATE_FAILED")
+    assert await rig.says() == before == (rig.truth(Order(seed=1)), [(number, 0, COUNT)])
+    assert await rig.fleet.applied("e0") == number
+    return str(end["text"])
+
+
+async def test_M4_after_each_of_three_updates_an_engine_with_experts_equals_a_fresh_one(rig: Rig) -> None:
+    said: list[Said] = []
+    orders = [Order(seed) for seed in (11, 12, 13)]
+    for order in orders:
+        number = await rig.pushed(order)
+        said.append(await rig.says())
+        assert said[-1][1] == [(number, 0, COUNT)]
+    assert len({tuple(tokens) for tokens, _ in said}) == 3, "neighbouring versions must differ, or nothing was proven"
+    for order, (tokens, _) in zip(orders, said, strict=True):
+        assert tokens == await rig.fresh_says(order)
+
+
+async def test_M1_training_the_embedding_alone_changes_what_the_tied_head_says(rig: Rig) -> None:
+    for seed in (21, 22, 23):
+        order = Order(seed, only=EMBEDDING_NAME)
+        await rig.pushed(order)
+        assert (await rig.says())[0] == rig.truth(order)
+    assert rig.truth(order) != rig.truth(Order(21, only=EMBEDDING_NAME))
+
+
+@pytest.mark.parametrize(
+    "without",
+    [
+        ["model.norm.weight"],
+        ["model.layers.0.mlp.experts.3.down_proj.weight", "model.layers.0.mlp.gate.weight"],
+    ],
+)
+async def test_M2_a_push_that_lacks_tensors_is_refused_by_name_and_the_old_version_serves_on(
+    rig: Rig, without: Sequence[str]
+) -> None:
+    text = await refused(rig, Order(31, without=without))
+    assert "MANIFEST_INCOMPLETE" in text
+    assert all(name in text for name in without), text
+
+
+async def test_M6_rows_of_padding_are_refused_and_without_them_the_vocabulary_fits(rig: Rig) -> None:
+    padded = -(-VOCAB // 128) * 128
+    text = await refused(rig, Order(41, rows=[(EMBEDDING_NAME, padded)]))
+    assert f"SHAPE_MISMATCH: {EMBEDDING_NAME}: the engine expects shape ({VOCAB}, 64), got ({padded}, 64)" in text
+    await rig.pushed(Order(41))
+    assert (await rig.says())[0] == rig.truth(Order(41))
+
+
+@pytest.mark.parametrize("rows", [95, 97])
+async def test_M7_a_shape_that_differs_is_refused_with_both_and_the_old_version_serves_on(rig: Rig, rows: int) -> None:
+    """vLLM itself cuts what is too large in silence."""
+    name = "model.layers.1.mlp.gate_proj.weight"
+    text = await refused(rig, Order(51, rows=[(name, rows)]))
+    assert f"SHAPE_MISMATCH: {name}: the engine expects shape (96, 64), got ({rows}, 64)" in text
