@@ -1,12 +1,13 @@
 """A delta: a copy of the base, in which what changed is overwritten. The base itself is only read.
 
 What results is a whole version, checked tensor by tensor like any other, those too that the delta does not mention: a
-base whose bytes went bad is never installed again. The memory is of the agent's own, so the result can be the next base.
+base whose bytes went bad is not installed again. The memory is of the agent's own, so the result can be the next base.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,39 +18,44 @@ from controlplane.core.assembly import INDEX_BYTES, Record
 from controlplane.core.errors import ByteCountMismatch, FrameInvalid
 from controlplane.core.layout import Layout
 from engine_agent.engine import StagedWeights
-from engine_agent.receivers.inline import InlineReceiver
-from engine_agent.receivers.port import Buffer, require_open
+from engine_agent.receivers.port import require_open
+from engine_agent.receivers.staging import Staging
 
 _BITS: dict[int, np.dtype[Any]] = {1: np.dtype("u1"), 2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: np.dtype("<u8")}
 _INDEX = np.dtype("<i4")
 
 
-class DeltaReceiver(InlineReceiver):
-    """By copy, as inline. The first chunk waits until the base was copied."""
+class PatchedStaging(Staging):
+    """What receivers that copy put a delta into. The first chunk waits until the base was copied."""
+
+    patched = True
 
     def __init__(self, layout: Layout, base: StagedWeights) -> None:
         """`base`: whole, of the same layout; it may be let go of once this returned. Raises LimitExceeded."""
         super().__init__(layout)
         self._base: _Base | None = _Base(base)
 
-    def place(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> None:
-        self._fill()
-        super().place(records, buffers)
-
-    def close(self) -> None:
-        super().close()
-        self._let_go()
-
-    def _fill(self) -> None:
+    def fill(self, guard: threading.Lock) -> None:
         """Tensor by tensor: between two of them an attempt that was ended is noticed."""
         if self._base is None:
             return
-        for tensor, spec in enumerate(self._layout.tensors):
-            start = self._offsets[tensor]
-            with self._in_use:
-                require_open(self._descriptor < 0)
-                with self._view[start : start + spec.byte_count] as into:
+        for tensor, spec in enumerate(self.layout.tensors):
+            start = self.offsets[tensor]
+            with guard:
+                require_open(self.closed)
+                with self.view[start : start + spec.byte_count] as into:
                     self._base.read(tensor, into)
+        with guard:
+            self._let_go()
+
+    def copy(self, records: Sequence[Record], data: memoryview) -> None:
+        super().copy([r for r in records if r.changed_elements is None], data)
+        for record in records:
+            if record.changed_elements is not None:
+                self._patch(record, data)
+
+    def close(self) -> None:
+        super().close()
         self._let_go()
 
     def _let_go(self) -> None:
@@ -57,19 +63,13 @@ class DeltaReceiver(InlineReceiver):
         if base is not None:
             base.close()
 
-    def _copy(self, records: Sequence[Record], data: memoryview) -> None:
-        super()._copy([r for r in records if r.changed_elements is None], data)
-        for record in records:
-            if record.changed_elements is not None:
-                self._patch(record, data)
-
     def _patch(self, record: Record, data: memoryview) -> None:
-        spec = self._layout.tensors[record.tensor]
+        spec = self.layout.tensors[record.tensor]
         part = data[record.buffer_offset : record.buffer_offset + record.byte_count]
         if len(part) != record.byte_count:
-            raise ByteCountMismatch(what="inline buffer", expected=record.byte_count, got=len(part))
-        start = self._offsets[record.tensor]
-        with self._view[start + record.tensor_offset : start + spec.byte_count] as target:
+            raise ByteCountMismatch(what="the chunk's buffer", expected=record.byte_count, got=len(part))
+        start = self.offsets[record.tensor]
+        with self.view[start + record.tensor_offset : start + spec.byte_count] as target:
             patch(target, part, record.changed_elements or 0, spec.dtype.item_bytes)
 
 

@@ -17,9 +17,10 @@ from controlplane.core.assembly import Assembly, Record
 from controlplane.core.errors import ChecksumMismatch, FrameInvalid, UpdateAborted
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from engine_agent.engine import StagedWeights
-from engine_agent.receivers.delta import DeltaReceiver, patch
+from engine_agent.receivers.delta import PatchedStaging, patch
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
+from engine_agent.receivers.staging import Staging
 from trainer_agent.rank import delta
 from trainer_agent.rank.delta import DeltaChunk, DeltaWriter
 
@@ -59,10 +60,14 @@ def write(layout: Layout, old: Sequence[bytes], new: Sequence[bytes], chunk_byte
 
 
 def staged(layout: Layout, weights: Sequence[bytes]) -> InlineReceiver:
-    receiver = InlineReceiver(layout)
+    receiver = InlineReceiver(Staging(layout))
     for index, data in enumerate(weights):
         receiver.place([Record(index, 0, 0, len(data), b"")], [Buffer("", inline=data)])
     return receiver
+
+
+def patched(layout: Layout, base: StagedWeights) -> InlineReceiver:
+    return InlineReceiver(PatchedStaging(layout, base))
 
 
 def records(chunk: DeltaChunk) -> list[Record]:
@@ -79,10 +84,10 @@ def records(chunk: DeltaChunk) -> list[Record]:
     ]
 
 
-def receive(layout: Layout, old: Sequence[bytes], chunks: Sequence[DeltaChunk]) -> tuple[Assembly, DeltaReceiver]:
+def receive(layout: Layout, old: Sequence[bytes], chunks: Sequence[DeltaChunk]) -> tuple[Assembly, InlineReceiver]:
     """As an engine agent does; every checksum is compared."""
     base = staged(layout, old)
-    receiver, assembly = DeltaReceiver(layout, base.staged("1")), Assembly(layout, digests(old))
+    receiver, assembly = patched(layout, base.staged("1")), Assembly(layout, digests(old))
     base.close()
     for chunk in chunks:
         data = bytes(chunk.place.memory[: chunk.byte_count])
@@ -234,7 +239,7 @@ OLD = [os.urandom(32), os.urandom(6)]
 
 def test_inv5_a_base_whose_bytes_went_bad_is_found_also_in_what_the_delta_does_not_mention() -> None:
     spoilt = staged(LAYOUT, [OLD[0], bytes([OLD[1][0] ^ 1]) + OLD[1][1:]])
-    receiver = DeltaReceiver(LAYOUT, spoilt.staged("1"))
+    receiver = patched(LAYOUT, spoilt.staged("1"))
     receiver.place([], [Buffer("", inline=b"")])
     receiver.check(0, digests(OLD)[0])
     with pytest.raises(ChecksumMismatch):
@@ -246,7 +251,7 @@ def test_inv5_a_base_whose_bytes_went_bad_is_found_also_in_what_the_delta_does_n
 def test_an_aborted_delta_leaves_its_base_as_it_was_and_gives_everything_back() -> None:
     base = staged(LAYOUT, OLD)
     before = len(os.listdir("/proc/self/fd"))
-    receiver = DeltaReceiver(LAYOUT, base.staged("1"))
+    receiver = patched(LAYOUT, base.staged("1"))
     data = sparse([0], b"\xff" * 4)
     receiver.place([Record(0, 0, 0, 8, b"x" * 8, 1)], [Buffer("", inline=bytes(data))])
     receiver.close()
@@ -260,7 +265,7 @@ def test_an_aborted_delta_leaves_its_base_as_it_was_and_gives_everything_back() 
 
 def test_a_delta_that_is_ended_while_its_base_is_copied_says_so() -> None:
     base = staged(LAYOUT, OLD)
-    receiver = DeltaReceiver(LAYOUT, base.staged("1"))
+    receiver = patched(LAYOUT, base.staged("1"))
     base.close()
     receiver.close()
     with pytest.raises(UpdateAborted):
@@ -269,7 +274,7 @@ def test_a_delta_that_is_ended_while_its_base_is_copied_says_so() -> None:
 
 def test_a_record_whose_indexes_are_refused_leaves_nothing_that_holds_the_memory() -> None:
     base = staged(LAYOUT, OLD)
-    receiver = DeltaReceiver(LAYOUT, base.staged("1"))
+    receiver = patched(LAYOUT, base.staged("1"))
     with pytest.raises(FrameInvalid) as refused:
         receiver.place([Record(0, 0, 0, 16, None, 2)], [Buffer("", inline=bytes(sparse([1, 0], b"\xff" * 8)))])
     receiver.close()

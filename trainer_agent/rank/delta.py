@@ -2,8 +2,8 @@
 
 Promises: lossless. Elements are compared by their bits, never as numbers: a NaN that stays is unchanged, and -0.0 for
 0.0 is a change. A tensor goes as its changed elements, or whole where that is smaller, or not at all. A record of
-changed elements is never larger than RECORD_BYTES, so that it goes into one frame of any transport, and its indexes count
-from its own first element, so that int32 suffices for any tensor. Nothing is sent here: whoever wrote it chooses.
+changed elements is never larger than RECORD_BYTES, so that it goes into one frame of any transport, and its indexes
+count from its own first element, so that int32 suffices for any tensor. Nothing is sent here: whoever wrote it chooses.
 """
 
 from __future__ import annotations
