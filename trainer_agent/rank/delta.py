@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from controlplane.core.assembly import INDEX_BYTES
 from controlplane.core.layout import Layout
 from trainer_agent.chunking import MAX_RECORDS
+from trainer_agent.rank.memory import Place
 from weightplane.v1 import weight_update_pb2 as pb
 
 DELTA_WORTH = 0.7
@@ -32,13 +32,6 @@ ALIGNMENT_BYTES = 8
 SMALL_BYTES = 4096
 """Room at the end of a chunk that is not worth a piece of a tensor."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Place(Protocol):
-    """Where a chunk's bytes lie, such as a shared-memory segment."""
-
-    name: str
-    memory: memoryview
 
 
 @dataclass(frozen=True, slots=True)

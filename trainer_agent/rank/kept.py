@@ -1,8 +1,8 @@
 """Memory of a rank that sends deltas: the version that the fleet committed last, room for the next and what differs.
 
-Promises: the base moves only when the fleet committed the next version (INV-5), and is never written while it is one.
-What somebody may still read is not written either (INV-12): as the base it stays, and is unlinked after. It takes two
-whole copies of what the rank exports, and room for deltas of at most DELTA_WORTH of a third.
+Promises: only what the fleet committed becomes the base (INV-5), and it is never written while it is one. What somebody
+may still read is not written either (INV-12): as the base it stays, and is unlinked after. It takes two whole copies of
+what the rank exports, and room for deltas of at most DELTA_WORTH of a third.
 """
 
 from __future__ import annotations
@@ -59,15 +59,17 @@ class KeptVersions:
         return fits
 
     def settle(self, released: bool, committed: pb.Base | None) -> None:
-        """The push ended. `committed`: the fleet serves what `acquire` gave room for; this is its name."""
+        """The push ended. `committed`: the fleet serves what `acquire` gave room for; this is its name.
+
+        After a push that failed there is no base: the next one is whole, and heals whatever the failure was.
+        """
         self._settle_places(released)
-        fresh, self._next = self._next, None
-        if committed is None:
-            self._put_back(fresh, reusable=released)
-            return
         old, self.base = self.base, None
-        if fresh is not None:
+        fresh, self._next = self._next, None
+        if committed is not None and fresh is not None:
             self.base = Kept(committed, fresh, released)
+        else:
+            self._put_back(fresh, reusable=released)
         if old is not None:
             self._put_back(old.segment, reusable=old.reusable)
 
