@@ -22,6 +22,7 @@ from tests.support.deltas_by_hand import (
     record,
     send_chunk,
     send_delta,
+    spoil,
     staged_files,
     trained,
     until_ready,
@@ -183,24 +184,12 @@ async def test_m3_a_delta_whose_result_is_not_what_it_says_is_refused(fleet: Loc
 @pytest.mark.parametrize("tensor", [0, 1], ids=["that changes", "that does not"])
 async def test_m3_a_base_whose_bytes_went_bad_is_not_installed_again(fleet: LocalFleet, tensor: int) -> None:
     old, base = await held(fleet)
-    spoil(tensor)
+    spoil(tensor and -(-LAYOUT.tensors[0].byte_count // 64) * 64)
     stream = open_delta(fleet, await fleet.begin(), base)
     await stream.open()
     await send_delta(stream, old, trained(old))
     assert await reason_of(until_ready(stream)) == "CHECKSUM_MISMATCH"
     await serves(fleet, old)
-
-
-def spoil(tensor: int) -> None:
-    """One bit of the last byte of a tensor in the base, wherever it lies."""
-    (path,) = staged_files()
-    starts = [0, -(-LAYOUT.tensors[0].byte_count // 64) * 64]
-    with path.open("r+b") as file:
-        at = starts[tensor] + LAYOUT.tensors[tensor].byte_count - 1
-        file.seek(at)
-        last = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([last ^ 1]))
 
 
 async def test_a_delta_by_shared_memory_is_refused(fleet: LocalFleet) -> None:

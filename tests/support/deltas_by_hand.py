@@ -112,3 +112,13 @@ def staged_files() -> list[Path]:
         except FileNotFoundError:
             continue
     return list(found.values())
+
+
+def spoil(at: int) -> None:
+    """One bit of a byte of the base, the only one that is kept in this process."""
+    (path,) = staged_files()
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))

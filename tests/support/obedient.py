@@ -52,6 +52,13 @@ class Weights:
                 stand_still(self.stands_still_until)
             yield name, tensor
 
+    def learn(self, step: int, elements: int) -> None:
+        """As reinforcement learning does: a few elements change, in some of the tensors."""
+        generator = torch.Generator().manual_seed(step)
+        for name in ("embed", "head"):
+            flat = self.tensors[name].view(-1)
+            flat[torch.randperm(len(flat), generator=generator)[:elements]] += 1.0
+
     def become(self, step: int) -> None:
         for name, tensor in tensors_of(step).items():
             self.tensors[name].copy_(tensor)
@@ -100,11 +107,22 @@ class Obedience:
         self._weights.become(step)
         return _told(self._rank.push(step, **how))
 
+    def learn_and_push(self, step: int, elements: int = 20, **how: Any) -> dict[str, Any]:
+        self._weights.learn(step, elements)
+        return _told(self._rank.push(step, **how))
+
     def push_async(self, step: int) -> dict[str, Any]:
         """What is pushed becomes something else at once."""
         self._weights.become(step)
         self._pending[step] = self._rank.push_async(step)
         self._weights.become(-1)
+        return {}
+
+    def learn_and_push_async(self, step: int, elements: int = 20) -> dict[str, Any]:
+        """What is pushed is trained on at once."""
+        self._weights.learn(step, elements)
+        self._pending[step] = self._rank.push_async(step)
+        self._weights.learn(-step, elements)
         return {}
 
     def done(self, step: int) -> dict[str, Any]:
