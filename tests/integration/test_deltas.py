@@ -1,5 +1,5 @@
-"""Deltas from real ranks to real engine agents: who holds the base gets what changed, everybody else everything, and all
-end with the same bytes."""
+"""Deltas from real ranks to engine agents: who holds the base gets what changed, everybody else everything, and all end
+with the same bytes."""
 
 from __future__ import annotations
 
@@ -14,38 +14,21 @@ import pytest
 import xxhash
 
 from controlplane.checkpoints import read_manifest
-from controlplane.core.engine_state import KeptBase
 from controlplane.core.layout import content_digest
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent import update_frames
 from engine_agent.memory_engine import token_of, weights_of
-from tests.support.deltas_by_hand import spoil, staged_files
+from tests.support.deltas_by_hand import Opened, spoil, staged_files, watch_opens
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
 from tests.support.obedient import ObedientRanks, Weights
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, segments, start_engine, toy_trainer
-from weightplane.v1 import weight_update_pb2
 
 pytestmark = pytest.mark.timeout(240)
-
-Opened = tuple[int, str, int | None]
-"""Version, engine, and the base's number."""
 
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
-    """Every stream that was opened to an engine of this process."""
-    seen: list[Opened] = []
-    real = update_frames.opened
-
-    def spy(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | None = None) -> Any:
-        manifest = message.manifest
-        base = manifest.base.version.number if manifest.HasField("base") else None
-        seen.append((message.version.number, message.engine.engine_id, base))
-        return real(stream, message, kept)
-
-    monkeypatch.setattr(update_frames, "opened", spy)
-    return seen
+    return watch_opens(monkeypatch)
 
 
 @dataclass
@@ -105,7 +88,7 @@ async def job(
             ranks = await ObedientRanks.start(trainer, world, deltas=True)
             yield Job(fleet, trainer, ranks, Weights())
             assert await ranks.leave() == [0] * world
-    assert segments() == []
+    await eventually(lambda: segments() == [])
     assert staged_files() == []
 
 
@@ -207,7 +190,7 @@ async def test_by_shared_memory_nothing_travels_and_no_delta_is_made(tmp_path: P
             assert [base for *_, base in opened] == [None, None]
             assert staged_files() == []
             await ranks.leave()
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_a_version_whose_engines_all_got_a_delta_is_written_whole_to_its_checkpoint(

@@ -1,4 +1,4 @@
-"""Deltas written by hand, element by element, to an engine agent of a local fleet."""
+"""Deltas written by hand, element by element, to an engine agent of a local fleet; and which streams were deltas."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from controlplane.core import engine_events as events
+from controlplane.core.engine_state import KeptBase
+from engine_agent import update_frames
 from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights
 from weightplane.v1 import fleet_pb2, layout_pb2, version_pb2, weight_update_pb2
 
@@ -122,3 +127,22 @@ def spoil(at: int) -> None:
         byte = file.read(1)[0]
         file.seek(at)
         file.write(bytes([byte ^ 1]))
+
+
+Opened = tuple[int, str, int | None]
+"""Version, engine, and the base's number if it was a delta."""
+
+
+def watch_opens(monkeypatch: pytest.MonkeyPatch) -> list[Opened]:
+    """Every stream that is opened to an engine of this process from now on."""
+    seen: list[Opened] = []
+    real = update_frames.opened
+
+    def spy(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | None = None) -> events.Opened:
+        manifest = message.manifest
+        base = manifest.base.version.number if manifest.HasField("base") else None
+        seen.append((message.version.number, message.engine.engine_id, base))
+        return real(stream, message, kept)
+
+    monkeypatch.setattr(update_frames, "opened", spy)
+    return seen
