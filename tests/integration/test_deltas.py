@@ -77,14 +77,15 @@ async def job(
     keepers: tuple[str, ...] = ("e0", "e1"),
     others: tuple[str, ...] = (),
     world: int = 1,
+    transport: str = "inline",
     **more: Any,
 ) -> AsyncIterator[Job]:
     """`keepers` are engines whose agents keep what they hold; `more` goes to the trainer agent."""
-    async with fleet_for_toys(directory, engines=0, transport="inline") as fleet:
+    async with fleet_for_toys(directory, engines=0, transport=transport) as fleet:
         for engine_id in (*keepers, *others):
             start_engine(fleet, engine_id, deltas=engine_id in keepers)
         await fleet.wait_for_engines(len(keepers) + len(others))
-        async with toy_trainer(fleet.address, **more) as trainer:
+        async with toy_trainer(fleet.address, link_host="127.0.0.1", **more) as trainer:
             ranks = await ObedientRanks.start(trainer, world, deltas=True)
             yield Job(fleet, trainer, ranks, Weights())
             assert await ranks.leave() == [0] * world
@@ -92,8 +93,11 @@ async def job(
     assert staged_files() == []
 
 
-async def test_the_first_push_is_whole_and_the_next_ones_are_what_changed(tmp_path: Path, opened: list[Opened]) -> None:
-    async with job(tmp_path) as run:
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+async def test_the_first_push_is_whole_and_the_next_ones_are_what_changed(
+    tmp_path: Path, opened: list[Opened], transport: str
+) -> None:
+    async with job(tmp_path, transport=transport) as run:
         for step in (1, 2, 3):
             assert await run.learn(step) == "COMMITTED"
             await run.agrees("e0", "e1")
@@ -117,6 +121,18 @@ async def test_an_engine_that_started_anew_gets_everything_and_the_other_what_ch
         await eventually(lambda: run.applied("e1", 2))
         await run.agrees("e1")
         assert sorted(opened[2:]) == [(2, "e0", 1), (2, "e1", None)]
+
+
+async def test_over_a_new_link_everything_goes_and_over_the_one_that_stays_what_changed(
+    tmp_path: Path, opened: list[Opened]
+) -> None:
+    async with job(tmp_path, transport="broadcast") as run:
+        await run.learn(1)
+        await run.fleet.stop("e1")
+        for step in (2, 3):
+            assert await run.learn(step) == "COMMITTED"
+            await run.agrees("e0")
+        assert opened[2:] == [(2, "e0", None), (3, "e0", 2)]
 
 
 async def test_a_mixed_fleet_ends_with_the_same_bytes(tmp_path: Path, opened: list[Opened]) -> None:
