@@ -22,8 +22,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ import torch
 
 from controlplane.cli.ask import get_fleet
 from controlplane.cli.demo.settings import default_cache_dir
+from controlplane.cli.ending import CommandFailed
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from trainer_agent.demo.models import smollm2
@@ -86,14 +87,14 @@ def learnt(model: Path, rate: float, steps: int, warm_up: int) -> list[Weights]:
         if step == warm_up + steps:
             break
         optimizer.zero_grad(set_to_none=True)
-        _loss(network, tokens).backward()
+        torch.autograd.backward(_loss(network, tokens))
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
     return found
 
 
 def _loss(network: Any, tokens: torch.Tensor) -> torch.Tensor:
-    logits = network(tokens[:, :-1]).logits.log_softmax(-1)
+    logits: torch.Tensor = network(tokens[:, :-1]).logits.log_softmax(-1)
     chosen = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)
     return -(torch.tensor(ADVANTAGES) * chosen).mean()
 
@@ -154,12 +155,18 @@ def fleet(model: Path, directory: Path) -> Iterator[str]:
         vllm = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 4}
         engine = {"engine_id": "engine-0", "coordinator": address, "deltas": True, **common, "vllm": vllm}
         processes.append(_start(directory, "engine", engine))
-        _wait(lambda: len(asyncio.run(get_fleet(address, 10.0)).engines) == 1, START_SECONDS)
+        _wait(lambda: _started(address), START_SECONDS)
         yield address
     finally:
         for process in reversed(processes):
             process.terminate()
             process.wait(60)
+
+
+def _started(address: str) -> bool:
+    with suppress(CommandFailed):
+        return len(asyncio.run(get_fleet(address, 10.0)).engines) == 1
+    return False
 
 
 def _start(directory: Path, command: str, config: dict[str, Any]) -> subprocess.Popen[bytes]:
@@ -178,7 +185,7 @@ def _start(directory: Path, command: str, config: dict[str, Any]) -> subprocess.
         )
 
 
-def _wait(check: Any, seconds: float) -> None:
+def _wait(check: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not check():
         if time.monotonic() > deadline:
