@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from trainer_agent.rank.feed import Held
+from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.segments import DIRECTORY, Segment
 from weightplane.v1 import version_pb2
@@ -86,3 +89,15 @@ def test_a_rank_that_exported_nothing_of_a_version_has_no_base(kept: KeptVersion
     push(kept, 1)
     kept.settle(True, name(2))
     assert kept.base is None
+
+
+@pytest.mark.parametrize("failed", [False, True])
+def test_inv5_the_senders_base_moves_only_when_the_fleet_decided_for_the_version(
+    kept: KeptVersions, tmp_path: Path, failed: bool
+) -> None:
+    held = Held(kept, GatherGroups(0, tmp_path))
+    for number in (1, 2):
+        kept.acquire(100)
+        held.exported = name(number)
+        held.settle(released=True, failed=failed and number == 2)
+    assert held.base == (None if failed else name(2))
