@@ -14,9 +14,12 @@ import pytest
 import xxhash
 
 from controlplane.checkpoints import read_manifest
+from controlplane.core.engine_events import Update
 from controlplane.core.layout import content_digest
 from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent.kept_base import BaseKeeper
 from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.receivers import Receiver
 from tests.support.deltas_by_hand import Opened, spoil, staged_files, watch_opens
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
@@ -156,6 +159,30 @@ async def test_m3_a_base_that_went_bad_is_refused_and_the_push_repeated_whole(
         assert await run.learn(3) == "COMMITTED"
         await run.agrees("e0")
         assert opened[3:] == [(4, "e0", 3)]
+
+
+@pytest.mark.parametrize("transport", ["inline", "broadcast"])
+async def test_inv5_a_base_that_an_agent_lost_is_refused_and_the_push_repeated_whole(
+    tmp_path: Path, opened: list[Opened], monkeypatch: pytest.MonkeyPatch, transport: str
+) -> None:
+    keepers: list[BaseKeeper] = []
+    take = BaseKeeper.take
+
+    def seen(keeper: BaseKeeper, update: Update, receiver: Receiver) -> bool:
+        keepers.append(keeper)
+        return take(keeper, update, receiver)
+
+    monkeypatch.setattr(BaseKeeper, "take", seen)
+    async with job(tmp_path, transport=transport) as run:
+        await run.learn(1)
+        keepers[0].close()
+        assert await run.learn(2) == "COMMITTED"
+        await run.agrees("e0", "e1")
+        assert sorted(opened[2:4]) == [(2, "e0", 1), (2, "e1", 1)]
+        assert {base for *_, base in opened[4:]} == {None}
+        assert await run.learn(3) == "COMMITTED"
+        await run.agrees("e0", "e1")
+        assert [base for *_, base in opened[-2:]] == [opened[-3][0]] * 2
 
 
 async def test_inv4_a_delta_that_was_aborted_costs_nothing_and_is_repeated_whole(
