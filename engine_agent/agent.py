@@ -83,6 +83,9 @@ class EngineSettings:
     """How trainers may bring it bytes: shared_memory, inline, broadcast. inline is always among them."""
     checkpoint_root: Path | None = None
     """Directory of checkpoints that it may be brought up to date from; without one such updates are refused."""
+    deltas: bool = False
+    """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
+    copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""
@@ -241,7 +244,7 @@ def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    return EngineLife(state, _new_engine(settings), memory)
+    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas)
 
 
 def _new_engine(settings: EngineSettings) -> Engine:

@@ -31,7 +31,7 @@ class EngineFacts:
     expected: Expected
     """Names, shapes and dtypes that an update must cover (safetensors headers of the model path)."""
     capabilities: frozenset[str]
-    """Of `staged`, `rollback`, `sleep`, `delta`, `prefix_cache`."""
+    """Of `staged`, `rollback`, `sleep`, `prefix_cache`. Deltas are the agent's: an engine is given whole versions."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
     initial_digest: bytes | None = None

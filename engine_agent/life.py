@@ -30,6 +30,7 @@ from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import CanaryReport, Engine, EngineFacts, InstallReport
+from engine_agent.kept_base import BaseKeeper
 from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
 from engine_agent.remembered import Memory, Remembered
@@ -58,7 +59,8 @@ class Applied:
 class EngineLife:
     """One incarnation. `state` is watched by the session, the services and the gate; `number` is the life's."""
 
-    def __init__(self, initial: EngineState, engine: Engine, memory: Memory) -> None:
+    def __init__(self, initial: EngineState, engine: Engine, memory: Memory, *, deltas: bool = False) -> None:
+        """`deltas`: the bytes of what it holds are kept, and deltas to them taken."""
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
         self.core = core.EngineCore(
@@ -72,6 +74,7 @@ class EngineLife:
         self.state: Latest[EngineState] = Latest(initial)
         self.requests = Requests(engine, self._count, self._disagree)
         self.waiting = 0
+        self.base = BaseKeeper(wanted=deltas)
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.devices_free = asyncio.Event()
         """Of a life that died asleep: who put it to sleep gave its devices back."""
@@ -94,7 +97,9 @@ class EngineLife:
     async def start(self) -> None:
         """Start the engine. Raises EngineDied."""
         self.facts = await self.engine.start()
-        self.apply(events.Started(self.facts.expected, self.facts.capabilities, self.facts.initial_digest))
+        takes = frozenset({core.DELTA}) if self.base.wanted and self.facts.initial_digest is None else frozenset()
+        capabilities = self.facts.capabilities | takes
+        self.apply(events.Started(self.facts.expected, capabilities, self.facts.initial_digest))
         self._spawn(self._keep_gate())
         self._spawn(self._probe())
 
@@ -143,6 +148,7 @@ class EngineLife:
         effects = self.core.handle(event, time.monotonic())
         if isinstance(event, events.FleetChanged):
             self.links.heard(self.core.term)
+        self.base.follow(self.core.state)
         for effect in effects:
             match effect:
                 case events.Remember(term, coordinator_term, number):
@@ -268,6 +274,8 @@ class EngineLife:
         changed = self._note_checksums(update)
         self._applied[update.update_id] = Applied(report, changed, canary, timings, update.content_digest)
         self.apply(events.CanaryPassed(timings))
+        if self.base.take(update, self._receivers[stream]):
+            del self._receivers[stream]
         log.info("weights_applied", version=update.version.number, update_id=update.update_id, timings=str(timings))
 
     def _note_checksums(self, update: events.Update) -> int | None:

@@ -172,7 +172,7 @@ class Session:
             endpoint=self._endpoint,
             host_id=host_id(),
             device_uuids=facts.device_uuids,
-            capabilities=sorted(facts.capabilities | self._member.capabilities),
+            capabilities=sorted(life.core.capabilities | self._member.capabilities),
             max_term=life.core.term,
             max_coordinator_term=life.core.coordinator_term,
             max_number=life.core.number,

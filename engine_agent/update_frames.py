@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
-from controlplane.core.engine_state import Held
+from controlplane.core.engine_state import Held, KeptBase
 from controlplane.core.errors import FrameInvalid
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.codec import version_from_proto, version_to_proto
@@ -17,7 +17,14 @@ from weightplane.v1 import layout_pb2, weight_update_pb2
 Response = weight_update_pb2.UpdateWeightsResponse
 
 
-def opened(stream: int, message: weight_update_pb2.UpdateOpen) -> events.Opened:
+DELTA_TRANSPORTS = (weight_update_pb2.TRANSPORT_INLINE, weight_update_pb2.TRANSPORT_BROADCAST)
+"""Those by which the bytes come to the agent; it alone can apply a delta."""
+
+
+def opened(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | None = None) -> events.Opened:
+    """`kept`: what a delta could be applied to. Raises FrameInvalid: a delta by a transport that has none."""
+    if message.manifest.HasField("base") and message.transport not in DELTA_TRANSPORTS:
+        raise FrameInvalid("UpdateOpen", "transport", "a delta comes inline or by broadcast")
     return events.Opened(
         stream=stream,
         run_id=RunId(message.run_id),
@@ -32,6 +39,7 @@ def opened(stream: int, message: weight_update_pb2.UpdateOpen) -> events.Opened:
         by_coordinator=message.writer == weight_update_pb2.UPDATE_WRITER_COORDINATOR,
         base=_base(message.manifest),
         engine_id=EngineId(message.engine.engine_id),
+        kept=kept,
     )
 
 
@@ -53,12 +61,22 @@ def link_place(message: weight_update_pb2.UpdateOpen) -> LinkPlace:
 
 
 def chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:
-    records = [
-        Record(r.tensor, r.tensor_offset, r.buffer_offset, r.byte_count, r.checksum if r.HasField("checksum") else None)
-        for r in chunk.records
-    ]
+    records = [_record(r) for r in chunk.records]
     smallest = min(_size(b) for b in chunk.buffers)
-    return events.ChunkArrived(stream, version_from_proto(chunk.version), chunk.index, records, smallest)
+    return events.ChunkArrived(
+        stream, version_from_proto(chunk.version), chunk.index, records, smallest, last=chunk.last
+    )
+
+
+def _record(r: weight_update_pb2.TensorRecord) -> Record:
+    return Record(
+        tensor=r.tensor,
+        tensor_offset=r.tensor_offset,
+        buffer_offset=r.buffer_offset,
+        byte_count=r.byte_count,
+        checksum=r.checksum if r.HasField("checksum") else None,
+        changed_elements=r.changed_elements if r.HasField("changed_elements") else None,
+    )
 
 
 def _size(buffer: layout_pb2.BufferHandle) -> int:

@@ -25,6 +25,7 @@ from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from engine_agent import update_frames as frames
+from engine_agent.engine import StagedWeights
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.receivers import (
     DEFAULT_TRANSPORTS,
@@ -122,7 +123,8 @@ class _Attempt:
         opened = await self._open_frame()
         version = version_from_proto(opened.version)
         self._rules.check(self._life.core.state.engine_id, opened.transport)
-        accept = _only(events.Accept, self._life.apply(frames.opened(self._stream, opened)))
+        event = frames.opened(self._stream, opened, self._life.base.account)
+        accept = _only(events.Accept, self._life.apply(event))
         self.update_id = opened.update_id
         if not accept.attached and opened.transport == weight_update_pb2.TRANSPORT_CHECKPOINT:
             root = self._root()
@@ -170,16 +172,29 @@ class _Attempt:
     async def _begin_receiving(self, opened: weight_update_pb2.UpdateOpen, *, layout_needed: bool) -> None:
         if layout_needed:
             await self._read_layout(opened.manifest.tensor_count)
-        assembly, facts = self._my_update().assembly, self._life.facts
-        if assembly is None or facts is None:
+        update, facts = self._my_update(), self._life.facts
+        if update.assembly is None or facts is None:
             raise e.UpdateAborted(update_id="", cause="the engine's life ended")
-        self._assembly = assembly
-        engine_id = self._life.core.state.engine_id
-        self._keep(
-            make_receiver(
-                Incoming(opened.transport, assembly.layout, engine_id, host_id(), facts.device_uuids, self._link)
-            )
+        self._assembly = update.assembly
+        incoming = Incoming(
+            opened.transport,
+            update.assembly.layout,
+            self._life.core.state.engine_id,
+            host_id(),
+            facts.device_uuids,
+            self._link,
+            self._base_of(update),
         )
+        self._keep(make_receiver(incoming))
+
+    def _base_of(self, update: events.Update) -> StagedWeights | None:
+        """Of a delta: the bytes that it changes."""
+        if update.base is None:
+            return None
+        base = self._life.base.staged(update.base)
+        if base is None:
+            raise e.UpdateAborted(update_id=update.update_id, cause="the base that the delta changes is gone")
+        return base
 
     def _keep(self, receiver: Receiver) -> None:
         self._receiver = receiver

@@ -30,6 +30,8 @@ class Part:
     link: str = ""
     """With broadcast: the plan's name of the link."""
     fate: weight_update_pb2.LinkFate.ValueType = weight_update_pb2.LINK_FATE_UNSPECIFIED
+    base: weight_update_pb2.Base | None = None
+    """What these engines hold: they may be sent what changed since then."""
 
     @property
     def leader(self) -> int:
@@ -51,7 +53,8 @@ def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
     for a in plan.assignments:
         ranks = tuple(a.ranks)
         if rank in ranks and (a.transport == SHARED_MEMORY or ranks[0] == rank):
-            found.setdefault((ranks, int(a.transport), a.link), []).append(a)
+            base = a.base.content_digest if a.HasField("base") else b""
+            found.setdefault((ranks, int(a.transport), a.link, base), []).append(a)
     return [_part(found[key], rank) for key in sorted(found, key=repr)]
 
 
@@ -70,4 +73,5 @@ def _part(assignments: list[fleet_pb2.Assignment], rank: int) -> Part:
         device_uuid=first.device_uuids[ranks.index(rank)] if len(ranks) > 1 else "",
         link=first.link,
         fate=first.fate,
+        base=first.base if first.HasField("base") else None,
     )

@@ -70,12 +70,23 @@ class Segment:
             log.debug("segment_still_viewed", segment=self.name)
 
 
+class SegmentNames:
+    """Names that no other rank gives, one after the other."""
+
+    def __init__(self, run_id: str, rank: int) -> None:
+        self._prefix = f"weightplane-{_safe(run_id)}-{secrets.token_hex(6)}-r{rank}"
+        self._given = 0
+
+    def next(self) -> str:
+        self._given += 1
+        return f"{self._prefix}-{self._given - 1}"
+
+
 class SegmentPool:
     """The one segment of a rank, through all of its pushes."""
 
     def __init__(self, run_id: str, rank: int) -> None:
-        self._prefix = f"weightplane-{_safe(run_id)}-{secrets.token_hex(6)}-r{rank}"
-        self._made = 0
+        self._names = SegmentNames(run_id, rank)
         self._segment: Segment | None = None
         self._certain = True
         """Whether nobody can still be reading the segment."""
@@ -89,8 +100,7 @@ class SegmentPool:
         if self._segment is not None and (not self._certain or self._segment.byte_count < byte_count):
             self.close()
         if self._segment is None:
-            self._segment = create(f"{self._prefix}-{self._made}", byte_count)
-            self._made += 1
+            self._segment = create(self._names.next(), byte_count)
         self._certain = False
         return self._segment
 

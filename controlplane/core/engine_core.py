@@ -203,6 +203,7 @@ class EngineCore:
             byte_count=event.byte_count,
             layout_digest=event.layout_digest,
             by_coordinator=event.by_coordinator,
+            base=None if event.base is None else event.kept,
         )
         layout = self._layouts.get(event.layout_digest)
         if layout is not None:
@@ -282,6 +283,10 @@ class EngineCore:
             raise e.BaseMismatch(engine_id=s.engine_id, expected=_named(event.base), got=_named(s.weights))
         if DELTA not in self.capabilities:
             raise e.UnsupportedByEngine(engine_id=s.engine_id, what="updates that are deltas")
+        kept = event.kept
+        if kept is None or (kept.weights, kept.layout_digest) != (event.base, event.layout_digest):
+            got = f"{_named(s.weights)}, and has no bytes of it under that layout"
+            raise e.BaseMismatch(engine_id=s.engine_id, expected=_named(event.base), got=got)
 
     def _check_version(self, event: Opened) -> None:
         """INV-5: never below what was applied in this incarnation, and not what is held already. While it is unset a
@@ -311,7 +316,7 @@ class EngineCore:
             raise e.ByteCountMismatch(what="manifest", expected=layout.byte_count, got=update.byte_count)
         if self.expected is not None:
             self.expected.check(layout)
-        update.assembly = Assembly(layout)
+        update.assembly = Assembly(layout, None if update.base is None else update.base.checksums)
 
     def _chunk_arrived(self, event: ChunkArrived) -> list[Effect]:
         update = self._receiving(event.stream)
@@ -320,7 +325,7 @@ class EngineCore:
             raise e.FrameOutOfOrder(expected="the layout", got=f"chunk {event.index}")
         if self.state.progress is not None and self.state.progress.stage is Stage.READY:
             raise e.FrameOutOfOrder(expected="commit", got=f"chunk {event.index}")
-        completed = update.assembly.add(event.index, event.records, event.buffer_bytes)
+        completed = update.assembly.add(event.index, event.records, event.buffer_bytes, last=event.last)
         self._progress(update, Stage.RECEIVING)
         return [Verify(event.stream, tuple(completed), update.assembly.complete)]
 

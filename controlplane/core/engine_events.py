@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
-from controlplane.core.engine_state import Held, Hold, Timings, Unset, Weights
+from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
@@ -58,6 +58,8 @@ class Opened:
     """Of a delta: the weights that it changes."""
     engine_id: EngineId | None = None
     """The engine that the writer means; None: whoever lives as that incarnation."""
+    kept: KeptBase | None = None
+    """What the agent could apply a delta to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +75,8 @@ class ChunkArrived:
     index: int
     records: Sequence[Record]
     buffer_bytes: int
+    last: bool = False
+    """Of a delta: nothing follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +302,8 @@ class Update:
     byte_count: int
     layout_digest: bytes
     by_coordinator: bool = False
+    base: KeptBase | None = None
+    """Of a delta: what it changes."""
     assembly: Assembly | None = None
     verified: bool = False
     content_digest: bytes = b""

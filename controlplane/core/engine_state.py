@@ -36,6 +36,16 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptBase:
+    """The bytes of a version that an engine agent still has, by account: what a delta can be applied to (INV-5)."""
+
+    weights: Held
+    layout_digest: bytes
+    checksums: tuple[bytes, ...]
+    """Of its tensors, in layout order."""
+
+
+@dataclass(frozen=True, slots=True)
 class Poisoned:
     """A mixture (INV-4). Only a full update or a new incarnation heals it."""
 

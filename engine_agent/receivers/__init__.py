@@ -8,12 +8,14 @@ from importlib.util import find_spec
 
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.core.layout import Layout
+from engine_agent.engine import StagedWeights
 from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.checkpoint import CheckpointReceiver
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
+from engine_agent.receivers.staging import Staging
 from weightplane.v1 import weight_update_pb2
 
 __all__ = [
@@ -45,6 +47,8 @@ class Incoming:
     device_uuids: tuple[str, ...]
     link: ReceiverLink | None = None
     """With broadcast: joined."""
+    base: StagedWeights | None = None
+    """Of a delta: what it changes."""
 
 
 def make_receiver(incoming: Incoming) -> Receiver:
@@ -55,13 +59,21 @@ def make_receiver(incoming: Incoming) -> Receiver:
     """
     match incoming.transport:
         case weight_update_pb2.TRANSPORT_INLINE:
-            return InlineReceiver(incoming.layout)
+            return InlineReceiver(_staging(incoming))
         case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
             return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
         case weight_update_pb2.TRANSPORT_BROADCAST if incoming.link is not None:
-            return BroadcastReceiver(incoming.layout, incoming.link)
+            return BroadcastReceiver(_staging(incoming), incoming.link)
         case unknown:
             raise _unsupported(incoming.engine_id, unknown)
+
+
+def _staging(incoming: Incoming) -> Staging:
+    if incoming.base is None:
+        return Staging(incoming.layout)
+    from engine_agent.receivers.delta import PatchedStaging  # needs numpy, which only the engines' extras bring
+
+    return PatchedStaging(incoming.layout, incoming.base)
 
 
 def transports_of(names: tuple[str, ...]) -> frozenset[weight_update_pb2.Transport.ValueType]:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 
 from controlplane.core.assembly import Record
 from controlplane.core.errors import ByteCountMismatch, FrameInvalid
-from controlplane.core.layout import Layout
 from engine_agent.engine import StagedWeights
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, require_open
@@ -23,14 +22,15 @@ class BroadcastReceiver:
     """By copy. `close` does not wait for a broadcast: it ends the link, unless everything has come."""
 
     releases_at_once = True
+    keeps = True
 
-    def __init__(self, layout: Layout, link: ReceiverLink) -> None:
-        """Reserves the layout's size at once. Raises LimitExceeded when memory does not suffice."""
-        self._layout = layout
+    def __init__(self, staging: Staging, link: ReceiverLink) -> None:
+        """The room is closed with this."""
+        self._layout = staging.layout
         self._link = link
-        self._staging = Staging(layout)
+        self._staging = staging
         self._buffer = bytearray()
-        self._left = layout.byte_count
+        self._left = staging.layout.byte_count
         self._guard = threading.Lock()
         """Held while the staging is used, never while a broadcast is waited for."""
         self._closed = False
@@ -41,6 +41,7 @@ class BroadcastReceiver:
         size = buffers[0].link_bytes
         if size > self._staging.size:
             raise ByteCountMismatch(what="a chunk on the link", expected=self._staging.size, got=size)
+        self._staging.fill(self._guard)
         straight = self._straight(records, size)
         target = self._target(size, straight)
         try:
@@ -62,7 +63,7 @@ class BroadcastReceiver:
             if data is not None:
                 self._staging.copy(records, data)
             self._left -= sum(r.byte_count for r in records)
-            if self._left == 0:
+            if self._left == 0 or (self._staging.patched and not records):  # the last chunk of a delta is empty
                 self._link.all_came()
 
     def check(self, tensor: int, expected: bytes) -> None:
@@ -86,7 +87,7 @@ class BroadcastReceiver:
 
     def _straight(self, records: Sequence[Record], size: int) -> int | None:
         """Where the chunk lies as a whole; None: it has other gaps than the staging, and must not overwrite them."""
-        if not records:
+        if not records or self._staging.patched:
             return None
         begin = self._staging.offsets[records[0].tensor] + records[0].tensor_offset - records[0].buffer_offset
         end = begin

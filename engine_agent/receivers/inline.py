@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from controlplane.core.assembly import Record
 from controlplane.core.errors import FrameInvalid
-from controlplane.core.layout import Layout
 from engine_agent.engine import StagedWeights
 from engine_agent.receivers.port import Buffer, require_open
 from engine_agent.receivers.staging import Staging
@@ -17,15 +16,17 @@ class InlineReceiver:
     """By copy: a chunk's memory at the sender is free as soon as it was placed."""
 
     releases_at_once = True
+    keeps = True
 
-    def __init__(self, layout: Layout) -> None:
-        """Reserves the layout's size at once. Raises LimitExceeded when memory does not suffice."""
-        self._staging = Staging(layout)
+    def __init__(self, staging: Staging) -> None:
+        """The room is closed with this."""
+        self._staging = staging
         self._in_use = threading.Lock()
 
     def place(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> None:
         if len(buffers) != 1 or buffers[0].inline is None:
             raise FrameInvalid("Chunk", "buffers", "the inline transport has its bytes in one buffer")
+        self._staging.fill(self._in_use)
         with self._in_use:
             require_open(self._staging.closed)
             self._staging.copy(records, memoryview(buffers[0].inline))

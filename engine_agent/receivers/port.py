@@ -38,6 +38,8 @@ class Receiver(Protocol):
 
     releases_at_once: bool
     """The sender may reuse a chunk once `place` returned (INV-12); else only when the update is over."""
+    keeps: bool
+    """Its bytes are this side's own, and may be kept beyond the update: as the base of a delta."""
 
     def place(self, records: Sequence[Record], buffers: Sequence[Buffer]) -> None:
         """Take one chunk. Raises SegmentUnreadable, DeviceHandlesMissing, ByteCountMismatch, FrameInvalid."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 
 import xxhash
@@ -25,9 +26,12 @@ ALIGNMENT_BYTES = 64
 class Staging:
     """Room for a layout. Not for use by several threads at once; `close` comes when nobody uses it."""
 
+    patched = False
+    """It begins as a copy of a base; what comes is a delta."""
+
     def __init__(self, layout: Layout) -> None:
         """Reserves the layout's size at once. Raises LimitExceeded when memory does not suffice."""
-        self._layout = layout
+        self.layout = layout
         self.offsets, self.size = _offsets(layout)
         self._descriptor = os.memfd_create("weightplane-staging", os.MFD_CLOEXEC)
         try:
@@ -42,6 +46,9 @@ class Staging:
     def closed(self) -> bool:
         return self._descriptor < 0
 
+    def fill(self, guard: threading.Lock) -> None:
+        """Bring here what must lie here before the first chunk. Takes the guard for a while, again and again."""
+
     def copy(self, records: Sequence[Record], data: memoryview) -> None:
         """Bring a chunk's bytes to their places. Raises ByteCountMismatch: it has fewer than its records say."""
         for r in records:
@@ -54,13 +61,13 @@ class Staging:
     def check(self, tensor: int, expected: bytes) -> None:
         """Raises ChecksumMismatch (M3)."""
         start = self.offsets[tensor]
-        got = xxhash.xxh3_64_digest(self.view[start : start + self._layout.tensors[tensor].byte_count])
-        require_equal(self._layout, tensor, expected, got)
+        got = xxhash.xxh3_64_digest(self.view[start : start + self.layout.tensors[tensor].byte_count])
+        require_equal(self.layout, tensor, expected, got)
 
     def staged(self, label: str) -> StagedWeights:
         span = SegmentSpan(f"/proc/{os.getpid()}/fd/{self._descriptor}", 0, self.size)
         placements = [Placement(0, offset) for offset in self.offsets]
-        return StagedWeights(layout=self._layout, label=label, chunks={"": [span]}, placements=placements)
+        return StagedWeights(layout=self.layout, label=label, chunks={"": [span]}, placements=placements)
 
     def close(self) -> None:
         """Let go. What still looks into it (an operation of torch's) keeps the memory until it ends. Idempotent."""

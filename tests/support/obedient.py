@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
+from engine_agent.vllm.checkpoint import HEAD_NAME
 from tests.support.eventually import eventually
-from tests.support.toy_rank import SHAPES, say, tensors_of
+from tests.support.tiny_rank import EMBEDDING_NAME
+from tests.support.toy_rank import say, tensors_of
 from tests.support.toy_trainer import RankProcess, ToyTrainer
 from trainer_agent import wire
 from trainer_agent.rank import PendingPush, PushReport, TrainerRank
@@ -31,18 +34,21 @@ WITHIN = 60.0
 class Weights:
     """A model whose weights change in place, as a training step changes them."""
 
-    def __init__(self) -> None:
-        self.tensors = tensors_of(0)
+    def __init__(self, model: Path | None = None) -> None:
+        """Made up, or those of a directory that `make_tiny_model` made."""
+        self.tensors = tensors_of(0) if model is None else load_file(model / "model.safetensors")
+        self._ties = [("tied", "embed")] if model is None else [(HEAD_NAME, EMBEDDING_NAME)]
+        self._learns = ("embed", "head") if model is None else tuple(self.tensors)
         self.stands_still_until: Path | None = None
         """A file that an iteration waits for, in its middle."""
         self.collective = False
         """An iteration meets the other ranks at each tensor, as those of a model that is split over ranks do."""
 
     def metadata(self) -> Sequence[ParamMeta]:
-        return [ParamMeta(name, torch.float32, shape) for name, shape in SHAPES.items()]
+        return [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in self.tensors.items()]
 
     def ties(self) -> Sequence[tuple[str, str]]:
-        return [("tied", "embed")]
+        return self._ties
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.tensors.items():
@@ -51,6 +57,13 @@ class Weights:
             if name == "layer.1" and self.stands_still_until is not None:
                 stand_still(self.stands_still_until)
             yield name, tensor
+
+    def learn(self, step: int, elements: int) -> None:
+        """As reinforcement learning does: a few elements change, in some of the tensors."""
+        generator = torch.Generator().manual_seed(step)
+        for name in self._learns:
+            flat = self.tensors[name].view(-1)
+            flat[torch.randperm(len(flat), generator=generator)[:elements]] += 0.5
 
     def become(self, step: int) -> None:
         for name, tensor in tensors_of(step).items():
@@ -100,11 +113,22 @@ class Obedience:
         self._weights.become(step)
         return _told(self._rank.push(step, **how))
 
+    def learn_and_push(self, step: int, elements: int = 20, **how: Any) -> dict[str, Any]:
+        self._weights.learn(step, elements)
+        return _told(self._rank.push(step, **how))
+
     def push_async(self, step: int) -> dict[str, Any]:
         """What is pushed becomes something else at once."""
         self._weights.become(step)
         self._pending[step] = self._rank.push_async(step)
         self._weights.become(-1)
+        return {}
+
+    def learn_and_push_async(self, step: int, elements: int = 20) -> dict[str, Any]:
+        """What is pushed is trained on at once."""
+        self._weights.learn(step, elements)
+        self._pending[step] = self._rank.push_async(step)
+        self._weights.learn(-step, elements)
         return {}
 
     def done(self, step: int) -> dict[str, Any]:
@@ -146,8 +170,10 @@ def _told(report: PushReport) -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    weights = Weights()
-    with TrainerRank.join(source=weights, **json.loads(sys.argv[1])) as rank:
+    how = json.loads(sys.argv[1])
+    model = how.pop("model_directory", None)
+    weights = Weights(Path(model) if model else None)
+    with TrainerRank.join(source=weights, **how) as rank:
         say(event="joined", term=rank.term)
         obedience = Obedience(rank, weights)
         for line in sys.stdin:
@@ -175,7 +201,7 @@ class ObedientRanks:
     async def start(
         cls, trainer: ToyTrainer, world: int = 2, *, environment: Mapping[str, str] | None = None, **join: Any
     ) -> ObedientRanks:
-        """Started, and joined."""
+        """Started, and joined. `model_directory`: whose weights they begin with."""
         socket = {wire.RANK_SOCKET_VARIABLE: str(trainer.directory / "ranks.sock"), "OMP_NUM_THREADS": "1"}
         ranks = []
         for rank in range(world):

@@ -19,8 +19,10 @@ from controlplane.core.errors import (
 from controlplane.core.layout import DType, Layout, TensorSpec
 from engine_agent.receivers import Incoming, make_receiver
 from engine_agent.receivers.broadcast import BroadcastReceiver
+from engine_agent.receivers.delta import PatchedStaging
 from engine_agent.receivers.links import LinkPlace, ReceiverLink
 from engine_agent.receivers.port import Buffer
+from engine_agent.receivers.staging import Staging
 from weightplane.v1 import weight_update_pb2
 
 LAYOUT = Layout(tuple(TensorSpec(n, DType.U8, (s,)) for n, s in (("a", 100), ("b", 7), ("c", 300))))
@@ -47,7 +49,7 @@ class FakeLink(ReceiverLink):
 
 
 def receiver(link: ReceiverLink) -> BroadcastReceiver:
-    return BroadcastReceiver(LAYOUT, link)
+    return BroadcastReceiver(Staging(LAYOUT), link)
 
 
 def held(made: BroadcastReceiver, tensor: int) -> bytes:
@@ -122,6 +124,24 @@ def test_a_link_is_left_unless_everything_came(chunks: list[bytes], left: bool) 
     made = receiver(link)
     every = [Record(0, 0, 0, 100, SUM), Record(1, 0, 128, 7, SUM), Record(2, 0, 192, 300, SUM)]
     made.place([Record(1, 0, 0, 7, SUM)] if left else every, link_bytes(len(chunks[0])))
+    made.close()
+    assert link.left is left
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_a_delta_goes_through_a_buffer_and_is_all_there_with_its_empty_last_chunk(left: bool) -> None:
+    base = Staging(LAYOUT)
+    base.copy(
+        [Record(0, 0, 0, 100, SUM), Record(1, 0, 100, 7, SUM), Record(2, 0, 107, 300, SUM)], memoryview(A + B + C)
+    )
+    changed = bytes([3, 0, 0, 0, A[3] ^ 1])
+    link = FakeLink(changed + bytes(3) + B[::-1])
+    made = BroadcastReceiver(PatchedStaging(LAYOUT, base.staged("1")), link)
+    base.close()
+    made.place([Record(0, 0, 0, 5, SUM, 1), Record(1, 0, 8, 7, SUM)], link_bytes(15))
+    assert [held(made, i) for i in range(3)] == [A[:3] + bytes([A[3] ^ 1]) + A[4:], B[::-1], C]
+    if not left:
+        made.place([], link_bytes(0))
     made.close()
     assert link.left is left
 

@@ -8,7 +8,7 @@ from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
-from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Poisoned, Stage, Timings
+from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, KeptBase, Life, Poisoned, Stage, Timings
 from controlplane.core.layout import DType, Expected, Layout, TensorSpec, content_digest
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
@@ -55,6 +55,7 @@ class Agent:
         layout: Layout = LAYOUT,
         by_coordinator: int | None = None,
         base: Held | None = None,
+        kept: KeptBase | None = None,
     ) -> list[events.Effect]:
         """`by_coordinator`: the writer is one, with that term of its own."""
         return self.handle(
@@ -71,6 +72,7 @@ class Agent:
                 layout.byte_count,
                 by_coordinator is not None,
                 base,
+                kept=kept,
             )
         )
 

@@ -22,6 +22,7 @@ from engine_agent.life import EngineLife
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
+from engine_agent.receivers.staging import Staging
 from engine_agent.remembered import Memory
 from tests.support.eventually import eventually
 
@@ -47,7 +48,7 @@ def commit(life: EngineLife, stream: int, version: WeightVersion = VERSION) -> N
     accept = next(x for x in life.apply(events.Opened(stream, *head)) if isinstance(x, events.Accept))
     if accept.layout_needed:
         life.apply(events.LayoutArrived(stream, LAYOUT))
-    receiver = InlineReceiver(LAYOUT)
+    receiver = InlineReceiver(Staging(LAYOUT))
     life.keep(stream, receiver)
     records = [Record(0, 0, 0, 16, CHECKSUM)]
     life.apply(events.ChunkArrived(stream, version, 0, records, 16))

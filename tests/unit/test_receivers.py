@@ -30,6 +30,7 @@ from engine_agent.receivers.checkpoint import CheckpointReceiver
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
+from engine_agent.receivers.staging import Staging
 
 LAYOUT = Layout((TensorSpec("a", DType.U8, (100,)), TensorSpec("b", DType.U8, (7,))))
 A, B = os.urandom(100), os.urandom(7)
@@ -72,7 +73,7 @@ def test_shared_memory_is_read_in_place_also_after_its_name_is_gone(segment: Pat
 
 
 def test_inline_bytes_are_copied_and_a_split_tensor_is_joined() -> None:
-    receiver = InlineReceiver(LAYOUT)
+    receiver = InlineReceiver(Staging(LAYOUT))
     receiver.place([Record(0, 0, 0, 60, None)], [Buffer("", inline=A[:60])])
     receiver.place([Record(0, 60, 0, 40, b""), Record(1, 0, 40, 7, b"")], [Buffer("", inline=A[60:] + B)])
     receiver.check(0, xxhash.xxh3_64_digest(A))
@@ -135,7 +136,7 @@ def test_a_tensor_split_over_chunks_must_lie_in_one_piece(segment: Path) -> None
 def test_m3_other_bytes_than_stated_are_refused_and_a_closed_receiver_says_so(segment: Path, kind: str) -> None:
     receiver: Receiver
     if kind == "inline":
-        receiver = InlineReceiver(LAYOUT)
+        receiver = InlineReceiver(Staging(LAYOUT))
         receiver.place([Record(0, 0, 0, 100, b"")], [Buffer("", inline=A)])
     else:
         receiver = SharedMemoryReceiver(LAYOUT, HOST, ())
@@ -153,7 +154,7 @@ def test_descriptors_are_given_back(segment: Path) -> None:
     for _ in range(3):
         shared = SharedMemoryReceiver(LAYOUT, HOST, ())
         shared.place(records(), [in_segment()])
-        inline = InlineReceiver(LAYOUT)
+        inline = InlineReceiver(Staging(LAYOUT))
         shared.close()
         inline.close()
     assert len(os.listdir("/proc/self/fd")) == before

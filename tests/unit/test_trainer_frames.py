@@ -124,3 +124,28 @@ def test_a_log_refuses_gaps_repeats_and_a_wrong_count() -> None:
     chunks.finish(rank_pb2.PushEnd(chunk_count=1))
     with pytest.raises(FrameOutOfOrder):
         chunks.add(rank_pb2.SendChunk(index=1))
+
+
+def test_records_of_changed_elements_are_never_cut(segment: Segment) -> None:
+    sizes = [400_000, 500_000, 300_000, 524_286]
+    place = layout_pb2.SharedMemoryRange(
+        segment=segment.name, host_id=host_id(), offset=64, byte_count=sum(sizes) + 1_000_000
+    )
+    chunk = rank_pb2.SendChunk(index=0, buffers=[layout_pb2.BufferHandle(shared_memory=place)])
+    start = 0
+    for tensor, size in enumerate(sizes):
+        chunk.records.add(
+            tensor=tensor, tensor_offset=0, buffer_offset=start, byte_count=size, changed_elements=size // 6
+        )
+        start += size
+    chunk.records.add(tensor=9, tensor_offset=0, buffer_offset=start, byte_count=1_000_000)  # plain bytes fill up
+    found = []
+    for records, buffers in inline(chunk, SegmentReader()):
+        data = buffers[0].inline
+        assert len(data) <= INLINE_BYTES
+        for r in records:
+            found.append((r.tensor, r.byte_count, r.changed_elements))
+            source = 64 + sum(sizes[: r.tensor]) if r.tensor < 9 else 64 + sum(sizes) + r.tensor_offset
+            assert data[r.buffer_offset : r.buffer_offset + r.byte_count] == segment.memory[source:][: r.byte_count]
+    assert found[:4] == [(t, size, size // 6) for t, size in enumerate(sizes)]
+    assert sum(size for tensor, size, _ in found if tensor == 9) == 1_000_000

@@ -29,12 +29,21 @@ class Announced:
         rings = {r: Ring(partial(release, r)) for r in set(self._leaders.values()) if not keeps_whole(plan, r)}
         for a in plan.assignments:
             copied = a.transport == INLINE and a.leader in rings
-            self.logs[a.engine.engine_id] = rings[a.leader].log() if copied else ChunkLog(ring=a.leader in rings)
+            log = ChunkLog(ring=a.leader in rings, choice=a.HasField("base"))
+            self.logs[a.engine.engine_id] = rings[a.leader].log() if copied else log
+        self._own = {r: ChunkLog() for r in set(self._leaders.values())}
+        """By rank: what it announces for this agent alone."""
 
     @property
     def whole(self) -> list[rank_pb2.SendChunk] | None:
         """Every chunk of a leader that announced everything, if there is one."""
-        return next((log.whole for log in self.logs.values() if log.whole is not None), None)
+        logs = [*self.logs.values(), *self._own.values()]
+        return next((log.whole for log in logs if log.whole is not None), None)
+
+    def take_choice(self, rank: int, choice: rank_pb2.DeltaChosen) -> None:
+        """A leader says what its engines are sent. Raises SlotMismatch, FrameOutOfOrder."""
+        for log in self._logs(rank, choice.engine_ids):
+            log.choose(delta=choice.delta)
 
     def take_chunk(self, rank: int, chunk: rank_pb2.SendChunk) -> None:
         """A leader announced a chunk. Raises SlotMismatch, FrameOutOfOrder, LimitExceeded."""
@@ -59,4 +68,6 @@ class Announced:
             if self._leaders.get(engine_id) != rank:
                 what = f"chunks for {engine_id} from rank {rank}"
                 raise SlotMismatch(engine_id=engine_id, what="who leads", ranks=what)
+        if not engine_ids and rank in self._own:
+            return [self._own[rank]]
         return [self.logs[e] for e in engine_ids]

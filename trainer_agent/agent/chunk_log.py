@@ -20,9 +20,14 @@ MAX_CHUNKS = 1_000_000
 class ChunkLog:
     """What a leader announced for one engine, from the first chunk on, and how far its stream has read it."""
 
-    def __init__(self, *, ring: bool = False, progress: Callable[[], None] = lambda: None) -> None:
-        """`ring`: the leader keeps two chunks only. `progress` is called when the stream has read on."""
+    def __init__(
+        self, *, ring: bool = False, progress: Callable[[], None] = lambda: None, choice: bool = False
+    ) -> None:
+        """`ring`: the leader keeps two chunks only. `progress` is called when the stream has read on. `choice`: the
+        leader says first whether a delta comes."""
         self.ring = ring
+        self.delta: bool | None = None if choice else False
+        """What comes is a delta; None: the leader has not said yet."""
         self.read = -1
         """Chunks up to this one were read to the end; in a ring their bytes may be gone."""
         self.byte_count = 0
@@ -34,6 +39,8 @@ class ChunkLog:
 
     def add(self, chunk: rank_pb2.SendChunk) -> None:
         """Raises FrameOutOfOrder, LimitExceeded."""
+        if self.delta is None:
+            raise FrameOutOfOrder(expected="whether a delta comes", got=f"chunk {chunk.index}")
         if chunk.index != len(self._chunks) or self.end is not None:
             raise FrameOutOfOrder(expected=f"chunk {len(self._chunks)}", got=f"chunk {chunk.index}")
         if len(self._chunks) == MAX_CHUNKS:
@@ -49,10 +56,23 @@ class ChunkLog:
         self.end = end
         self._wake()
 
+    def choose(self, *, delta: bool) -> None:
+        """The leader's word. Raises FrameOutOfOrder: it was said before, or not asked for."""
+        if self.delta is not None:
+            raise FrameOutOfOrder(expected="a chunk", got="whether a delta comes")
+        self.delta = delta
+        self._wake()
+
+    async def chosen(self) -> bool:
+        """Whether a delta comes, once that is known."""
+        while self.delta is None:
+            await self._news.wait()
+        return self.delta
+
     @property
     def whole(self) -> list[rank_pb2.SendChunk] | None:
-        """Every chunk, once the leader announced everything; else None."""
-        return None if self.end is None else self._chunks
+        """Every chunk of a whole version, once the leader announced everything; else None."""
+        return None if self.end is None or self.delta else self._chunks
 
     async def chunk(self, index: int) -> rank_pb2.SendChunk | None:
         """Chunk number `index`, once it is there; None after the last."""
@@ -92,7 +112,7 @@ class Ring:
         self._told = -1
 
     def log(self) -> ChunkLog:
-        """The log of one more engine; all of them are made before the first chunk comes."""
+        """The log of one more engine; all of them are made before the first chunk comes. A ring sends no deltas."""
         self._logs.append(ChunkLog(ring=True, progress=self._look))
         return self._logs[-1]
 

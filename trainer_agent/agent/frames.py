@@ -89,11 +89,13 @@ def _runs(
     used = 0
     for record in records:
         done = 0
+        changed = record.HasField("changed_elements")  # indexes and values: never cut, and small (rank/delta.py)
         while True:
-            if used == INLINE_BYTES or len(run) == MAX_RECORDS:
+            full = used == INLINE_BYTES or (changed and used + record.byte_count > INLINE_BYTES)
+            if (full and run) or len(run) == MAX_RECORDS:
                 yield run
                 run, used = [], 0
-            size = min(record.byte_count - done, INLINE_BYTES - used)
+            size = record.byte_count if changed else min(record.byte_count - done, INLINE_BYTES - used)
             last = done + size == record.byte_count
             run.append((_part(record, done, used, size, last=last), record.buffer_offset + done))
             used += size
@@ -111,4 +113,6 @@ def _part(
     )
     if last and record.HasField("checksum"):
         part.checksum = record.checksum
+    if record.HasField("changed_elements"):
+        part.changed_elements = record.changed_elements
     return part

@@ -92,6 +92,10 @@ class Push:
     first: bool
     """No attempt of this push failed before."""
     send_plan: Callable[[rank_pb2.PushPlan], None]
+    base: weight_update_pb2.Base | None
+    """What ranks still have the bytes of: a delta to it may do."""
+    keeps_whole: bool
+    """Ranks do, for deltas."""
     release: Release
     """Tells a rank that a chunk's memory may be written again."""
     error: WeightplaneError | None = None
@@ -126,6 +130,10 @@ class Push:
     def take_end(self, rank: int, end: rank_pb2.PushEnd) -> None:
         """A leader announced everything."""
         self._take(lambda said: said.take_end(rank, end))
+
+    def take_choice(self, rank: int, choice: rank_pb2.DeltaChosen) -> None:
+        """A leader says whether its engines are sent a delta."""
+        self._take(lambda said: said.take_choice(rank, choice))
 
     def take_link(self, rank: int, made: rank_pb2.LinkMade) -> None:
         """A leader listens for a link's engines."""
@@ -191,6 +199,7 @@ class Push:
             byte_count=self.context.layout.byte_count,
             ready_limit=seconds_to_proto(self.limit_seconds),
             avoid=self.context.avoided.entries(),
+            base=self.base,
         )
         deadline = self._started + self.limit_seconds
         begin = asyncio.create_task(begin_update(self.context.stubs.fleet, request, deadline, first=self.first))
@@ -251,7 +260,9 @@ class Push:
     def _push_plan(self, begun: fleet_pb2.BeginUpdateResponse) -> rank_pb2.PushPlan:
         keeper = self.context.checkpoints
         self._keeps = keeper is not None and keeper.due()
-        return push_plan(begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self._keeps)
+        return push_plan(
+            begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self._keeps or self.keeps_whole
+        )
 
     def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch, said: Announced) -> None:
         cargo = self._cargo(begun)
@@ -391,13 +402,15 @@ class Push:
             self.context.avoided.worked(self._begun.plan.assignments)
             return result
         error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
-        reported = {e.error_reason for e in state.engines if e.required and e.error_reason}
-        told = {s.error.reason for s in self._streams if s.required and s.error is not None}
-        if isinstance(error, LinkFailed) and not reported | told <= BROKEN:
+        reported = {e.engine.engine_id: e.error_reason for e in state.engines if e.required and e.error_reason}
+        told = {s.engine_id: s.error.reason for s in self._streams if s.required and s.error is not None}
+        if isinstance(error, LinkFailed) and not {*reported.values(), *told.values()} <= BROKEN:
             # An engine says why it left the link.
             error = outcome.update_failed(state, str(error), self._errors())
         result = outcome.failed(error, state, released=released)
-        result.retry = not self._final and update_passes(error, reported | told)
+        deltas = {s.engine_id for s in self._streams if s.delta}  # whatever they met, the next attempt is whole
+        reasons = [reason for engine_id, reason in [*reported.items(), *told.items()] if engine_id not in deltas]
+        result.retry = not self._final and update_passes(error, reasons)
         return result
 
     def _errors(self) -> dict[str, WeightplaneError]:

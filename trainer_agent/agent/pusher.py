@@ -7,7 +7,7 @@ ends it for all; nobody waits for a rank that will not come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import structlog
 
@@ -21,7 +21,7 @@ from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.serving import Serving
 from trainer_agent.wire import typed_error
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import fleet_pb2
+from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -72,6 +72,8 @@ class Pusher:
             self._rank_failed(rank.rank, request.push_failed)
         elif self._push is not None and request.HasField("send_chunk"):
             self._push.take_chunk(rank.rank, request.send_chunk)
+        elif self._push is not None and request.HasField("delta_chosen"):
+            self._push.take_choice(rank.rank, request.delta_chosen)
         elif self._push is not None and request.HasField("push_end"):
             self._push.take_end(rank.rank, request.push_end)
         elif self._push is not None and request.HasField("link_made"):
@@ -173,6 +175,8 @@ class Pusher:
             send_plan=self._send_plan,
             look=self._look,
             release=self._release,
+            base=_base(b for _, b in begun),
+            keeps_whole=any(b.keeps_whole for _, b in begun),
         )
         for what, by_rank in said.items():
             if len(set(by_rank.values())) > 1:
@@ -214,3 +218,9 @@ class Pusher:
             push.fail(error)
         else:  # a death that is told meanwhile is the first word
             asyncio.get_running_loop().call_later(OTHERS_END_SECONDS, lambda: push.fail(error, final=True))
+
+
+def _base(begun: Iterable[rank_pb2.PushBegin]) -> weight_update_pb2.Base | None:
+    """What the ranks that export still have the bytes of; None: nothing, or not all the same."""
+    found = [b.base for b in begun if b.HasField("base")]
+    return found[0] if found and all(base == found[0] for base in found) else None

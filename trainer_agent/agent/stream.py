@@ -128,6 +128,11 @@ class EngineStream:
         return broadcast and not (self.isolated or self._received or self._abort.is_set())
 
     @property
+    def delta(self) -> bool:
+        """It brings what changed only."""
+        return bool(self._chunks.delta)
+
+    @property
     def holds_others_up(self) -> bool:
         """Its leader keeps two chunks only, and goes on when all engines have had them."""
         return self._chunks.ring
@@ -240,6 +245,8 @@ class EngineStream:
         frame.CopyFrom(self._cargo.open)
         frame.engine.CopyFrom(self._assignment.engine)
         frame.transport = self._assignment.transport
+        if await self._chunks.chosen():
+            frame.manifest.base.CopyFrom(self._assignment.base)
         await self.way.prepare(frame)
         return frame
 
@@ -257,7 +264,11 @@ class EngineStream:
         while (chunk := await self._chunks.chunk(index)) is not None:
             for records, buffers in self.way.cut(chunk):
                 frame = weight_update_pb2.Chunk(
-                    version=self._cargo.open.version, index=self._sent, records=records, buffers=buffers
+                    version=self._cargo.open.version,
+                    index=self._sent,
+                    records=records,
+                    buffers=buffers,
+                    last=self.delta and not chunk.records,
                 )
                 self._handed = self.way.hands_out
                 await call.write(Request(chunk=frame))

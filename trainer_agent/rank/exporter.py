@@ -19,7 +19,7 @@ import xxhash
 from controlplane.core.errors import LayoutInvalid
 from controlplane.core.layout import DType, Layout, TensorSpec, Tie, content_digest
 from trainer_agent.chunking import ChunkRange, Piece, SegmentPlan
-from trainer_agent.rank.memory import ExportMemory
+from trainer_agent.rank.memory import ExportMemory, Place
 from trainer_agent.source import WeightSource
 from weightplane.v1 import weight_update_pb2 as pb
 
@@ -49,6 +49,8 @@ class ExportedChunk:
     start: int
     byte_count: int
     records: tuple[pb.TensorRecord, ...]
+    segment: Place | None = None
+    """Where they lie, if not in the push's own segment."""
 
 
 def layout_of(source: WeightSource) -> Layout:

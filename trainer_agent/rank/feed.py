@@ -19,9 +19,11 @@ from controlplane.core.layout import Layout
 from trainer_agent import parts as ways
 from trainer_agent.chunking import SegmentPlan, plan_segment
 from trainer_agent.parts import Part, keeps_whole, parts_of
+from trainer_agent.rank.delta_sender import DeltaSender, Difference, difference_of
 from trainer_agent.rank.exporter import Exporter
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import Inbox
+from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.links import Links
 from trainer_agent.rank.memory import ExportMemory, RingMemory, WholeMemory, ring_bytes
@@ -37,13 +39,31 @@ Tensors = Iterator[tuple[str, torch.Tensor]]
 class Held:
     """What a rank keeps from push to push."""
 
-    segments: SegmentPool
+    segments: SegmentPool | KeptVersions
+    """KeptVersions: engines that hold what it keeps may be sent deltas."""
     groups: GatherGroups
     links: Links = field(default_factory=Links)
+    exported: weight_update_pb2.Base | None = None
+    """What a push wrote into the segment, once that is everything."""
+
+    @property
+    def keeps_whole(self) -> bool:
+        return isinstance(self.segments, KeptVersions)
+
+    @property
+    def base(self) -> weight_update_pb2.Base | None:
+        """The version that the fleet committed last, if its bytes are here."""
+        kept = self.segments.base if isinstance(self.segments, KeptVersions) else None
+        return None if kept is None else kept.name
 
     def settle(self, *, released: bool, failed: bool) -> None:
         """A push is over. `released`: no engine reads the memory any more (INV-12)."""
-        self.segments.settle(released and not self.links.busy)
+        free = released and not self.links.busy
+        exported, self.exported = self.exported, None
+        if isinstance(self.segments, KeptVersions):
+            self.segments.settle(free, None if failed else exported)
+        else:
+            self.segments.settle(free)
         if failed:
             # An exchange or a broadcast may have been left half done on some member: the next push meets anew.
             self.groups.close()
@@ -83,15 +103,21 @@ class Feed:
         layed_out = plan_segment(layout, plan.chunk_bytes)
         whole = keeps_whole(plan, self._rank)
         segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
-        self._senders = [self._sender(part, segment) for part in parts]
+        difference = difference_of(self._held.segments, parts, segment, layout, layed_out, plan.chunk_bytes)
+        self._senders = [self._sender(part, segment, difference) for part in parts]
+        if plan.keep_whole and all(part.base is not None for part in parts):
+            self._senders.append(self._for_the_agent(segment))
         self._held.links.meet(self._inbox.check)
         exporter = Exporter(layout, layed_out, self._memory(layed_out, segment, whole=whole))
         for chunk in exporter.chunks(tensors):
             self._inbox.check()
+            if difference is not None:
+                difference.take(chunk)
             for sender in self._senders:
                 sender.send(chunk)
             if any(p.leader == self._rank for p in parts):
                 failpoints.hit("rank.between_chunks", chunk.index)
+        self._held.exported = weight_update_pb2.Base(version=plan.version, content_digest=exporter.content_digest)
         self._finish(Content(len(layed_out.chunks), exporter.byte_count, exporter.content_digest), parts)
 
     def answer(self, kind: str, waited_for: str) -> rank_pb2.RankResponse:
@@ -112,8 +138,22 @@ class Feed:
         for sender in self._senders:
             sender.wait_free(index)
 
-    def _sender(self, part: Part, segment: Segment) -> Sender:
+    def _for_the_agent(self, segment: Segment) -> Sender:
+        """The agent may want to read the whole version, also where every engine is sent a delta."""
+        nobody = Part(ranks=(self._rank,), transport=ways.INLINE, engines=())
+        return CopySender(nobody, Announcer(nobody, self._link, self._patience), segment, self._inbox)
+
+    def _sender(self, part: Part, segment: Segment, difference: Difference | None) -> Sender:
         announcer = Announcer(part, self._link, self._patience)
+        way = self._way(part, segment, announcer)
+        if part.base is None:
+            return way
+        # The engines of a new link come when their streams are opened; these are, when it is known what they are sent.
+        known = part.transport != ways.BROADCAST or self._held.links.of(part).connected
+        same = difference is not None and part.base == difference.base
+        return DeltaSender(part, way, announcer, difference if known and same else None)
+
+    def _way(self, part: Part, segment: Segment, announcer: Announcer) -> Sender:
         if part.transport == ways.SHARED_MEMORY:
             return HandleSender(part, self._rank, announcer, segment, self._held.groups, self._inbox)
         if part.transport == ways.INLINE:

@@ -15,6 +15,13 @@ RING_CHUNKS = 2
 """One is filled while the other travels."""
 
 
+class Place(Protocol):
+    """Named memory of this host, such as a shared-memory segment."""
+
+    name: str
+    memory: memoryview
+
+
 class ExportMemory(Protocol):
     """Room for chunks."""
 

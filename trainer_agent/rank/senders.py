@@ -86,9 +86,9 @@ class Announcer:
 
 
 def place_of(chunk: ExportedChunk, segment: Segment) -> layout_pb2.SharedMemoryRange:
-    """Where the chunk lies on this host."""
+    """Where the chunk lies on this host; `segment` is the push's own."""
     return layout_pb2.SharedMemoryRange(
-        segment=segment.name, host_id=host_id(), offset=chunk.start, byte_count=chunk.byte_count
+        segment=(chunk.segment or segment).name, host_id=host_id(), offset=chunk.start, byte_count=chunk.byte_count
     )
 
 
@@ -183,7 +183,10 @@ class BroadcastSender:
         message.buffers.add(link=layout_pb2.LinkBytes(byte_count=chunk.byte_count))
         self._announcer.say(rank_pb2.RankRequest(send_chunk=message))
         if chunk.byte_count:
-            data = self._memory[chunk.start : chunk.start + chunk.byte_count]
+            memory = (
+                self._memory if chunk.segment is None else torch.frombuffer(chunk.segment.memory, dtype=torch.uint8)
+            )
+            data = memory[chunk.start : chunk.start + chunk.byte_count]
             self._link.send(chunk.index, data, self._inbox.check)
 
     def _finish(self, content: Content) -> None:

@@ -39,6 +39,7 @@ from trainer_agent.rank.exporter import layout_of
 from trainer_agent.rank.feed import Feed, Held, drain
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import PushEnded
+from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.pending import PendingPush
 from trainer_agent.rank.report import PushReport, failure_of
@@ -103,11 +104,16 @@ class TrainerRank:
         join_timeout: float = JOIN_SECONDS,
         push_timeout: float = PUSH_SECONDS,
         agent_config: Path | None = None,
+        deltas: bool = False,
     ) -> TrainerRank:
         """Join the trainer's other ranks and hold the model's lease. Collective; timeouts in seconds.
 
         `agent_config` is a file as `weightplane trainer --config` reads it (checkpoints, for one), for ranks that bring
         their own agent: under plain torchrun, Slurm or Ray. Where one was started before them it is refused.
+
+        `deltas`: engines on other hosts whose agents keep what they hold (their setting `deltas`) are sent only what
+        changed since the last push, where that is smaller. Costs shared memory of two more copies of the weights at
+        most. Equal on all ranks.
 
         Raises:
             LayoutInvalid: the source's metadata is wrong, or differs between ranks.
@@ -130,7 +136,7 @@ class TrainerRank:
         except BaseException:
             rank.close()
             raise
-        rank._held.segments = SegmentPool(rank.run_id, place.rank)
+        rank._held.segments = (KeptVersions if deltas else SegmentPool)(rank.run_id, place.rank)
         return rank
 
     def push(self, step: int, *, wait: WaitFor = "applied", check: bool = False) -> PushReport:
@@ -273,7 +279,13 @@ class TrainerRank:
         )
         limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
         begin = rank_pb2.PushBegin(
-            step=step, timeout_seconds=limit, sequence=self._sequence, detached=detached, check=check
+            step=step,
+            timeout_seconds=limit,
+            sequence=self._sequence,
+            detached=detached,
+            check=check,
+            keeps_whole=self._held.keeps_whole,
+            base=self._held.base,
         )
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
         try:

@@ -425,8 +425,11 @@ class Chunk(_message.Message):
     INDEX_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     BUFFERS_FIELD_NUMBER: _builtins.int
+    LAST_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Number of this chunk, from 0, without gaps."""
+    last: _builtins.bool
+    """On the last chunk of a delta, and only there: `ready` may follow. In a whole update the layout tells when all is in."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """The version being brought."""
@@ -446,10 +449,11 @@ class Chunk(_message.Message):
         index: _builtins.int | None = ...,
         records: _abc.Iterable[Global___TensorRecord] | None = ...,
         buffers: _abc.Iterable[_layout_pb2.BufferHandle] | None = ...,
+        last: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "index", b"index", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "buffers", b"buffers", "index", b"index", "records", b"records", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_index", b"_index", "buffers", b"buffers", "index", b"index", "last", b"last", "records", b"records", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__index: _TypeAlias = _typing.Literal["index"]  # noqa: Y015
     _WhichOneofArgType__index: _TypeAlias = _typing.Literal["_index", b"_index"]  # noqa: Y015

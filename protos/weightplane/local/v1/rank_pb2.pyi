@@ -242,6 +242,7 @@ class PushBegin(_message.Message):
     DETACHED_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
+    KEEPS_WHOLE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step whose weights these are; equal on all ranks."""
     timeout_seconds: _builtins.float
@@ -252,6 +253,8 @@ class PushBegin(_message.Message):
     """The rank goes on training once its weights are read: a failure is not repeated by the ranks."""
     check: _builtins.bool
     """Ask the engines what they hold before push_serving."""
+    keeps_whole: _builtins.bool
+    """The rank keeps whole versions, since it wants to send deltas; equal on all ranks."""
     @_builtins.property
     def base(self) -> _weight_update_pb2.Base:
         """The version whose bytes this rank still has; for a delta. Equal on all ranks that have any."""
@@ -265,10 +268,11 @@ class PushBegin(_message.Message):
         detached: _builtins.bool = ...,
         base: _weight_update_pb2.Base | None = ...,
         check: _builtins.bool = ...,
+        keeps_whole: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "keeps_whole", b"keeps_whole", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -288,7 +292,7 @@ class SendChunk(_message.Message):
     """Its number."""
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Engines that it goes to: all that this rank leads."""
+        """Engines that it goes to. None: it is for the agent's own use, since all of the rank's engines may get a delta."""
 
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[_weight_update_pb2.TensorRecord]:
@@ -332,7 +336,7 @@ class PushEnd(_message.Message):
     """Content digest."""
     @_builtins.property
     def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Engines that this leader feeds."""
+        """Engines that they went to, as in send_chunk."""
 
     def __init__(
         self,
