@@ -38,6 +38,12 @@ WITH_EXPERTS = [
 ]
 
 
+HEAD_32: dict[str, Any] = {"head_dim": 32}
+"""The least head size that vLLM's attention takes on a CPU."""
+CHANGES: dict[str, dict[str, Any]] = {"qwen2_moe": {"num_attention_heads": 2, "num_key_value_heads": 1}}
+"""Whose heads have the size that is left by their number."""
+
+
 def topologies(family: str, tied: bool, sizes: Sequence[dict[str, int]]) -> list[Topology]:
     return [Topology(RANKS, family, tied, **s) for s in sizes]  # type: ignore[arg-type]
 
@@ -49,13 +55,15 @@ def topologies(family: str, tied: bool, sizes: Sequence[dict[str, int]]) -> list
         (topologies("qwen3_moe", False, WITH_EXPERTS), "shared_memory"),
         (topologies("qwen3_moe", True, WITH_EXPERTS[:1]), "inline"),
         (topologies("mixtral", False, WITH_EXPERTS[1:2]), "broadcast"),
+        (topologies("qwen2_moe", True, WITH_EXPERTS[1:2]), "broadcast"),
     ],
-    ids=["dense-shared_memory", "experts-shared_memory", "experts-inline", "experts-broadcast"],
+    ids=lambda value: value if isinstance(value, str) else value[0].family,
 )
 async def test_engines_of_one_and_two_workers_say_what_transformers_says_after_each_push(
     tmp_path: Path, split: list[Topology], transport: str
 ) -> None:
-    model = save_random(tmp_path / "model", split[0].family, tied=split[0].tied, head_dim=32)
+    family = split[0].family
+    model = save_random(tmp_path / "model", family, tied=split[0].tied, **CHANGES.get(family, HEAD_32))
     fleet = LocalFleet(tmp_path)
     try:
         await fleet.start_coordinator(transport=transport, lease_ttl_seconds=60.0)
