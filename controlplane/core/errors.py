@@ -16,7 +16,7 @@
     │                      UnsupportedByEngine
     └── Failed             something was tried and did not work; the text says what is true now
         ├── InstallFailed, InstallTimedOut, CanaryFailed, SpanMismatch, EngineDied
-        └── UpdateFailed, DeadlineExceeded, PeerLost, LinkFailed, IpcNotPossible, LedgerError
+        └── UpdateFailed, CheckFailed, DeadlineExceeded, PeerLost, LinkFailed, IpcNotPossible, LedgerError
 
 Each class has one `reason` (ErrorInfo.reason on the wire) and its ids and numbers as attributes,
 which are also its metadata. `controlplane.rpc.errors` maps each class to one gRPC status; a test
@@ -589,6 +589,18 @@ class UpdateFailed(Failed):
     version: str
     cause: str
     outcomes: str
+
+
+@dataclass(eq=False)
+class CheckFailed(Failed):
+    """A push was committed, and engines that reported to have applied it do not hold it now."""
+
+    reason = "CHECK_FAILED"
+    template = "version {version} was committed, and {found} of {asked} engines do not hold it now: {differences}"
+    version: str
+    found: int
+    asked: int
+    differences: str
 
 
 @dataclass(eq=False)

@@ -75,6 +75,7 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.SpanMismatch: _C.INTERNAL,
     e.EngineDied: _C.UNAVAILABLE,
     e.UpdateFailed: _C.ABORTED,
+    e.CheckFailed: _C.FAILED_PRECONDITION,
     e.DeadlineExceeded: _C.DEADLINE_EXCEEDED,
     e.PeerLost: _C.UNAVAILABLE,
     e.LinkFailed: _C.UNAVAILABLE,

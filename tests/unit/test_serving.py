@@ -102,7 +102,7 @@ def status(number: int = 7, digest: bytes = DIGEST, incarnation: str = "i") -> e
     return engine_pb2.EngineStatus(engine=ref("e0", incarnation), applied=version(number), content_digest=digest)
 
 
-async def check(answer: engine_pb2.EngineStatus | Exception, **outcome: Any) -> e.UpdateFailed | None:
+async def check(answer: engine_pb2.EngineStatus | Exception, **outcome: Any) -> e.CheckFailed | None:
     stage: dict[str, Any] = {"stage": engine_pb2.UPDATE_STAGE_APPLIED} | outcome
     state = fleet_pb2.UpdateState(update_id="u", version=version(7))
     state.engines.add(engine=ref("e0"), **stage)
@@ -129,8 +129,8 @@ async def test_one_that_does_not_is_named_with_what_it_says(
 ) -> None:
     wrong = await check(answer)
     assert wrong is not None
-    assert said in wrong.outcomes
-    assert "1 of 1 engines do not hold it now" in str(wrong)
+    assert said in wrong.differences
+    assert "1.7 was committed, and 1 of 1 engines do not hold it now" in str(wrong)
 
 
 async def test_an_engine_that_the_report_names_as_without_it_is_not_asked() -> None:

@@ -68,6 +68,7 @@ PASSING = frozenset(
         "UPDATE_IN_PROGRESS",
         "UPDATE_ABORTED",
         "UPDATE_FAILED",
+        "CHECK_FAILED",
         "UNKNOWN_UPDATE",
         "LEASE_HELD",
         "COORDINATOR_RECOVERING",

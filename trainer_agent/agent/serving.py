@@ -14,7 +14,7 @@ from contextlib import suppress
 import grpc
 import structlog
 
-from controlplane.core.errors import UpdateFailed, WeightplaneError
+from controlplane.core.errors import CheckFailed, WeightplaneError
 from controlplane.rpc.codec import version_from_proto
 from controlplane.rpc.errors import from_rpc_error
 from trainer_agent.agent.push import Push, PushContext
@@ -113,7 +113,7 @@ async def compare(
     state: fleet_pb2.UpdateState,
     content_digest: bytes,
     assignments: Iterable[fleet_pb2.Assignment],
-) -> UpdateFailed | None:
+) -> CheckFailed | None:
     """Ask every engine that reported to have applied the update what it holds. None: just that.
 
     Those that did not apply it are named by the push's own report.
@@ -124,11 +124,11 @@ async def compare(
     outcomes = {a.engine.engine_id: text for a, text in zip(asked, found, strict=True) if text}
     if not outcomes:
         return None
-    return UpdateFailed(
-        update_id=state.update_id,
+    return CheckFailed(
         version=str(version_from_proto(state.version)),
-        cause=f"it was committed, but {len(outcomes)} of {len(asked)} engines do not hold it now",
-        outcomes="; ".join(f"{name} {text}" for name, text in sorted(outcomes.items())),
+        found=len(outcomes),
+        asked=len(asked),
+        differences="; ".join(f"{name} {text}" for name, text in sorted(outcomes.items())),
     )
 
 

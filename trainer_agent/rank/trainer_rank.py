@@ -151,10 +151,10 @@ class TrainerRank:
             check: Wait for `serving`, and then have every engine that applied the version asked what it holds.
 
         Raises:
-            UpdateFailed: the fleet did not commit, and what it served is served on; or the check found an engine that
-            holds something else. StaleTerm: a later trainer was given the lease. PeerLost: another rank is gone.
-            LayoutInvalid: the source yields something else than it stated. NoEngines, LimitExceeded, SlotMismatch,
-            DeadlineExceeded, InvalidRequest.
+            UpdateFailed: the fleet did not commit, and what it served is served on. CheckFailed: it did, and the check
+            found an engine that holds something else. StaleTerm: a later trainer was given the lease. PeerLost: another
+            rank is gone. LayoutInvalid: the source yields something else than it stated. NoEngines, LimitExceeded,
+            SlotMismatch, DeadlineExceeded, InvalidRequest.
         """
         if wait not in get_args(WaitFor):
             raise InvalidRequest(field="wait", problem=f"one of {', '.join(get_args(WaitFor))}, not {wait!r}")
