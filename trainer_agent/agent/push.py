@@ -17,7 +17,6 @@ from typing import Any
 import structlog
 
 from controlplane.core.errors import (
-    IpcNotPossible,
     LinkFailed,
     PeerLost,
     StaleTerm,
@@ -27,17 +26,16 @@ from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from trainer_agent.agent import outcome, stuck
 from trainer_agent.agent.announced import Announced, Release
-from trainer_agent.agent.answers import ABORT_SECONDS
 from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
 from trainer_agent.agent.checkpoint_files import Whole
 from trainer_agent.agent.checkpoints import CheckpointKeeper
 from trainer_agent.agent.plans import check_plan, push_plan
 from trainer_agent.agent.reasons import update_passes
-from trainer_agent.agent.stream import Cargo, EngineStream, StreamEnd
+from trainer_agent.agent.stream import Cargo, StreamEnd
+from trainer_agent.agent.streams import EngineStreams
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import DECIDED, UpdateWatch
-from trainer_agent.agent.ways import ByLink
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
@@ -46,15 +44,9 @@ log = structlog.get_logger(__name__)
 REFUSAL_SECONDS = 1.0
 """When a required engine refused and nothing moves: how long its own report may take to reach the coordinator."""
 POLL_SECONDS = 0.1
-STRAGGLER_SECONDS = 10.0
-"""After a commit: how long engines that it did not wait for may take before they are left for the next push."""
-LOST_RANK_SECONDS = 1.0
-"""When a rank is gone the others hear of it at once; engines get so long to confirm the abort."""
 DECIDE_SECONDS = 60.0
 """Beyond the push's limit, once commits went: the coordinator decides by its own limits, if it is there."""
 MAX_REASON_LENGTH = 4096
-LAST_WORDS_SECONDS = 0.2
-"""When a link broke: how long the word of who left it may take."""
 BROKEN = frozenset({"LINK_FAILED", "UPDATE_ABORTED", "REMOTE"})
 """How the end of a link looks to engines that had no part in it."""
 
@@ -108,11 +100,10 @@ class Push:
     _keeps: bool = False
     """A checkpoint of it is due: the ranks keep the whole version until it is answered."""
     _started: float = 0.0
-    _announced: Announced | None = None
     _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
     _watch: UpdateWatch | None = None
-    _streams: list[EngineStream] = field(default_factory=list)
-    _tasks: list[asyncio.Task[StreamEnd]] = field(default_factory=list)
+    _streams: EngineStreams | None = None
+    """None: there is no plan yet."""
     _failed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def fail(self, error: WeightplaneError, *, final: bool = False) -> None:
@@ -138,20 +129,15 @@ class Push:
     def take_link(self, rank: int, made: rank_pb2.LinkMade) -> None:
         """A leader listens for a link's engines."""
         self._take(lambda said: said.check_link(rank, made))
-        for stream in self._streams:
-            if stream.engine_id in made.engine_ids and isinstance(stream.way, ByLink):
-                stream.way.made(made)
+        if self._streams is not None:
+            self._streams.link_made(made)
 
     def link_failed(self, error: LinkFailed) -> None:
-        """A leader's, or an engine's own word: the end of all bytes of a link of shared fate, else of that engine's."""
-        self._note(error)
-        streams = [s for s in self._streams if s.engine_id in error.engine_id.split(", ")]
-        if streams and all(s.isolated for s in streams):
-            for stream in streams:
-                stream.give_up(error)
+        """A leader's word: a link is broken."""
+        if self._streams is None:
+            self.fail(error)
         else:
-            # Whoever left the link first says why on its stream, at the same moment.
-            asyncio.get_running_loop().call_later(LAST_WORDS_SECONDS, self.fail, error)
+            self._streams.link_failed(error)
 
     @property
     def state(self) -> fleet_pb2.UpdateState | None:
@@ -166,13 +152,13 @@ class Push:
     @property
     def digest(self) -> bytes:
         """Content digest, once a leader announced everything."""
-        return b"" if self._announced is None else self._announced.digest
+        return b"" if self._streams is None else self._streams.announced.digest
 
     def _take(self, act: Callable[[Announced], None]) -> None:
         """What comes without a plan belongs to no push."""
         try:
-            if self._announced is not None:
-                act(self._announced)
+            if self._streams is not None:
+                act(self._streams.announced)
         except WeightplaneError as error:
             self.fail(error)
 
@@ -221,15 +207,15 @@ class Push:
             check_plan(begun.plan, self.context.world_size)
             await self.context.stubs.keep({a.endpoint for a in begun.plan.assignments})
             plan = self._push_plan(begun)
-            self._announced = Announced(plan, self.release)
-            self._open_streams(begun, watch, self._announced)
+            self._streams = self._new_streams(begun, plan)
+            self._streams.open(self.context.stubs, self._cargo(begun), watch)
             self.send_plan(plan)
-            await self._until_decided(watch)
+            await self._until_decided(self._streams, watch)
         except WeightplaneError as error:
             self.fail(error)
             await self._give_up(watch, error)
         finally:
-            ends = await self._end_streams(watch)
+            ends = await self._end_streams(watch.state)
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
         result = self._result(watch.state, ends)
@@ -239,7 +225,7 @@ class Push:
 
     def _reads_on(self, state: fleet_pb2.UpdateState) -> bool:
         """After a commit: whether a checkpoint is being written from the segments from now on."""
-        keeper, said = self.context.checkpoints, self._announced
+        keeper, said = self.context.checkpoints, None if self._streams is None else self._streams.announced
         if keeper is None:
             return False
         keeper.committed()
@@ -264,29 +250,9 @@ class Push:
             begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self._keeps or self.keeps_whole
         )
 
-    def _open_streams(self, begun: fleet_pb2.BeginUpdateResponse, watch: UpdateWatch, said: Announced) -> None:
-        cargo = self._cargo(begun)
-        for assignment in begun.plan.assignments:
-            stub = self.context.stubs.engine(assignment.endpoint)
-            chunks = said.logs[assignment.engine.engine_id]
-            self._streams.append(EngineStream(stub, cargo, assignment, chunks, watch))
-        self._tasks += [asyncio.create_task(self._run(s)) for s in self._streams]
-
-    async def _run(self, stream: EngineStream) -> StreamEnd:
-        """Run a stream; where its failure is everybody's, say so at once instead of waiting for who will not come."""
-        end = await stream.run()
-        if isinstance(end.error, (LinkFailed, IpcNotPossible)):
-            self._note(end.error)
-        elif end.error is not None and stream.fails_others:
-            lost = LinkFailed(stream.engine_id, "broadcast", "join", f"its stream ended with {end.error}")
-            self._note(lost)
-            self.fail(end.error if isinstance(end.error, StaleTerm) else lost)
-        if isinstance(end.error, LinkFailed) and stream.fails_others:
-            self.fail(end.error)
-        return end
-
-    def _note(self, error: LinkFailed | IpcNotPossible) -> None:
-        self.context.avoided.note(error, self._begun.update_id, self._begun.plan.assignments)
+    def _new_streams(self, begun: fleet_pb2.BeginUpdateResponse, plan: rank_pb2.PushPlan) -> EngineStreams:
+        said = Announced(plan, self.release)
+        return EngineStreams(begun.update_id, begun.plan.assignments, said, self.context.avoided, self.fail)
 
     def _cargo(self, begun: fleet_pb2.BeginUpdateResponse) -> Cargo:
         layout = self.context.layout
@@ -307,67 +273,46 @@ class Push:
         )
         return Cargo(head, self.context.parts)
 
-    async def _until_decided(self, watch: UpdateWatch) -> None:
+    async def _until_decided(self, streams: EngineStreams, watch: UpdateWatch) -> None:
         """Wait for the decision. Before GO a failure, a refusal or the limit ends the push; after GO only time does.
 
         Raises:
             WeightplaneError: it is to be given up.
         """
         decision = asyncio.create_task(watch.decision())
-        trouble = asyncio.create_task(self._trouble(watch))
+        trouble = asyncio.create_task(self._trouble(streams, watch))
         try:
             await asyncio.wait({decision, trouble}, timeout=self._left(), return_when=asyncio.FIRST_COMPLETED)
             if not decision.done() and watch.commits:
                 await asyncio.wait({decision}, timeout=self._left() + DECIDE_SECONDS)
             if not decision.done():
-                raise trouble.result() if trouble.done() else self._late(watch)
+                raise trouble.result() if trouble.done() else self._late(streams, watch)
         finally:
             decision.cancel()
             trouble.cancel()
 
-    def _late(self, watch: UpdateWatch) -> WeightplaneError:
+    def _late(self, streams: EngineStreams, watch: UpdateWatch) -> WeightplaneError:
         """The ranks' limit came first."""
-        assert self._announced is not None, "streams are open"
-        logs = [self._announced.logs[s.engine_id] for s in self._streams]
-        streams = [
-            stuck.Stream(a, log.byte_count, log.end is not None, s.sent_bytes, s.ready)
-            for a, log, s in zip(self.assignments, logs, self._streams, strict=True)
-        ]
-        ready = stuck.before_go(streams, self.context.layout.byte_count)
+        ready = stuck.before_go(streams.progress(), self.context.layout.byte_count)
         waited = stuck.after_go(watch.state, self.assignments) if watch.commits else ready
         if self.look is not None:
             self.stacks = asyncio.create_task(self.look(waited))
         phase = fleet_pb2.UpdatePhase.Name(watch.state.phase).removeprefix("UPDATE_PHASE_").lower()
         return waited.late(f"push ({phase})", _now() - self._started)
 
-    async def _trouble(self, watch: UpdateWatch) -> WeightplaneError:
+    async def _trouble(self, streams: EngineStreams, watch: UpdateWatch) -> WeightplaneError:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""
         stuck_since: float | None = None
         while self.error is None:
-            self._drop_lost(watch)
-            fence = next((s.error for s in self._streams if isinstance(s.error, StaleTerm)), None)
-            if fence is not None:
-                return fence
-            refused = None if watch.commits else self._refused()
+            streams.drop_lost(watch.state)
+            if streams.fence is not None:
+                return streams.fence
+            refused = None if watch.commits else streams.refused
             stuck_since = None if refused is None else stuck_since or _now()
             if refused is not None and stuck_since is not None and _now() - stuck_since >= REFUSAL_SECONDS:
-                return outcome.update_failed(watch.state, f"{refused.engine_id}: {refused.error}", self._errors())
+                return outcome.update_failed(watch.state, f"{refused.engine_id}: {refused.error}", streams.errors)
             await _within(POLL_SECONDS, self._failed.wait())
         return self.error
-
-    def _drop_lost(self, watch: UpdateWatch) -> None:
-        """Of a leader that keeps two chunks all engines wait for the slowest; not for one that will not answer."""
-        lost = outcome.lost_engines(watch.state)
-        for stream in self._streams:
-            if stream.engine_id in lost and stream.holds_others_up:
-                stream.abort("the coordinator lost it")
-
-    def _refused(self) -> EngineStream | None:
-        """A required engine that ended its stream, where no other stream moves: ready, or ended too."""
-        pairs = list(zip(self._streams, self._tasks, strict=True))
-        if not all(t.done() or s.ready for s, t in pairs):
-            return None
-        return next((s for s, t in pairs if t.done() and s.required and s.error is not None), None)
 
     async def _give_up(self, watch: UpdateWatch, error: WeightplaneError) -> None:
         """Before GO nothing was installed, and an abort costs nothing. If GO was faster, the decision is waited for."""
@@ -379,21 +324,11 @@ class Push:
         if not watch.decided:
             await watch.fail(str(error))
 
-    async def _end_streams(self, watch: UpdateWatch) -> list[StreamEnd | None]:
-        """How each stream ended; None for those that had to be left."""
-        if not self._tasks:
+    async def _end_streams(self, state: fleet_pb2.UpdateState) -> list[StreamEnd | None]:
+        if self._streams is None:
             return []
-        committed = outcome.decided(watch.state, released=False) is not None
-        lost = outcome.lost_engines(watch.state)
-        for stream in self._streams:
-            if not committed or stream.engine_id in lost:
-                stream.abort(watch.state.cause or str(self.error or "the trainer agent ends"))
-        limit = STRAGGLER_SECONDS if committed else 2 * ABORT_SECONDS
-        await asyncio.wait(self._tasks, timeout=LOST_RANK_SECONDS if isinstance(self.error, PeerLost) else limit)
-        for task in self._tasks:
-            task.cancel()
-        ends = await asyncio.gather(*self._tasks, return_exceptions=True)
-        return [e if isinstance(e, StreamEnd) else None for e in ends]
+        cause = state.cause or str(self.error or "the trainer agent ends")
+        return await self._streams.end(state, cause, rank_lost=isinstance(self.error, PeerLost))
 
     def _result(self, state: fleet_pb2.UpdateState, ends: Sequence[StreamEnd | None]) -> rank_pb2.PushResult:
         released = all(e is not None and e.memory_free for e in ends)
@@ -401,20 +336,26 @@ class Push:
         if result is not None:
             self.context.avoided.worked(self._begun.plan.assignments)
             return result
-        error = self.error or outcome.update_failed(state, state.cause or "no cause given", self._errors())
-        reported = {e.engine.engine_id: e.error_reason for e in state.engines if e.required and e.error_reason}
-        told = {s.engine_id: s.error.reason for s in self._streams if s.required and s.error is not None}
-        if isinstance(error, LinkFailed) and not {*reported.values(), *told.values()} <= BROKEN:
-            # An engine says why it left the link.
-            error = outcome.update_failed(state, str(error), self._errors())
-        result = outcome.failed(error, state, released=released)
-        deltas = {s.engine_id for s in self._streams if s.delta}  # whatever they met, the next attempt is whole
-        reasons = [reason for engine_id, reason in [*reported.items(), *told.items()] if engine_id not in deltas]
-        result.retry = not self._final and update_passes(error, reasons)
+        result = outcome.failed(self._cause(state), state, released=released)
+        result.retry = not self._final and update_passes(self._cause(state), self._reasons(state))
         return result
 
-    def _errors(self) -> dict[str, WeightplaneError]:
-        return {s.engine_id: s.error for s in self._streams if s.error is not None}
+    def _cause(self, state: fleet_pb2.UpdateState) -> WeightplaneError:
+        """Why the fleet does not serve it."""
+        streams = self._streams
+        errors = {} if streams is None else streams.errors
+        error = self.error or outcome.update_failed(state, state.cause or "no cause given", errors)
+        told = {} if streams is None else streams.required_reasons
+        if isinstance(error, LinkFailed) and not {*_reported(state).values(), *told.values()} <= BROKEN:
+            return outcome.update_failed(state, str(error), errors)  # an engine says why it left the link
+        return error
+
+    def _reasons(self, state: fleet_pb2.UpdateState) -> list[str]:
+        """Of the engines that the commit waits for; but what a delta met, the next attempt does not: it is whole."""
+        if self._streams is None:
+            return list(_reported(state).values())
+        reasons = [*_reported(state).items(), *self._streams.required_reasons.items()]
+        return [reason for engine_id, reason in reasons if engine_id not in self._streams.deltas]
 
     def _abort_request(self, update_id: str, error: WeightplaneError) -> fleet_pb2.AbortUpdateRequest:
         return fleet_pb2.AbortUpdateRequest(
@@ -423,6 +364,11 @@ class Push:
 
     def _left(self) -> float:
         return max(self._started + self.limit_seconds - _now(), 0.0)
+
+
+def _reported(state: fleet_pb2.UpdateState) -> dict[str, str]:
+    """What required engines told the coordinator that it ended with."""
+    return {e.engine.engine_id: e.error_reason for e in state.engines if e.required and e.error_reason}
 
 
 def _now() -> float:
