@@ -27,7 +27,7 @@ from tests.support.deltas_by_hand import (
     trained,
     until_ready,
 )
-from tests.support.local_fleet import LAYOUT, LocalFleet, Weights
+from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Weights
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 
@@ -219,6 +219,6 @@ async def test_an_engine_whose_agent_keeps_nothing_takes_no_delta(tmp_path: Path
 
 async def abandon(fleet: LocalFleet, begun: fleet_pb2.BeginUpdateResponse) -> None:
     request = fleet_pb2.AbortUpdateRequest(
-        run_id="test-run", update_id=begun.update_id, term=fleet.term, reason="the writer gave up"
+        run_id=RUN, update_id=begun.update_id, term=fleet.term, reason="the writer gave up"
     )
     await fleet.fleet.AbortUpdate(request, timeout=5)
