@@ -24,6 +24,9 @@ NOT_HERE = {
     "SLOT_MISMATCH": "said by ranks of each other; a simulated trainer is one process",
     "DEVICE_HANDLES_MISSING": "said of device handles, which are not modelled",
     "INVALID_REQUEST": "said of a request's sampling fields, which are not modelled",
+    "LINK_FAILED": "said by the two ends of a link's process group; what plans avoid after it is modelled",
+    "IPC_NOT_POSSIBLE": "said of device memory, which is not modelled",
+    "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }
 """Reasons that the cores and the agents' streams cannot give in a world without processes, files and parameters."""
