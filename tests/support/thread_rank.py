@@ -68,7 +68,7 @@ class ThreadRank:
         """What the kernel does when a process dies: every connection ends, nothing is said."""
         self.rank._closed = True
         self.rank._link.close()
-        self.rank._held.close()
+        self.rank._pushes.held.close()
 
     async def close(self) -> None:
         await asyncio.to_thread(self.rank.close)
@@ -80,7 +80,7 @@ def _join(socket: Path, source: Source, push_timeout: float) -> TrainerRank:
     rank = TrainerRank(RankLink(socket, patience), place, layout_of(source), source, GatherGroups(0, socket.parent))
     rank._push_seconds = push_timeout
     rank._join("policy", None, JOIN_SECONDS, patience)
-    rank._held.segments = SegmentPool(rank.run_id, 0)
+    rank._pushes.held.segments = SegmentPool(rank.run_id, 0)
     return rank
 
 

@@ -47,7 +47,7 @@ def rank(agent: Agent, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Train
 def settled(rank: TrainerRank, monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """What the rank's memory was told: (released, failed)."""
     told: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(rank._held, "settle", lambda *, released, failed: told.append((released, failed)))
+    monkeypatch.setattr(rank._pushes.held, "settle", lambda *, released, failed: told.append((released, failed)))
     return told
 
 

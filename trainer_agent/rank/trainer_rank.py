@@ -23,11 +23,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, get_args
-from weakref import WeakValueDictionary
 
 import structlog
 
-from controlplane.core.errors import InvalidRequest, LinkFailed, PeerLost, StaleTerm, WeightplaneError, WrongRun
+from controlplane.core.errors import InvalidRequest, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
@@ -36,12 +35,12 @@ from controlplane.rpc.codec import layout_to_parts
 from trainer_agent import wire
 from trainer_agent.rank.devices import current_device
 from trainer_agent.rank.exporter import layout_of
-from trainer_agent.rank.feed import Feed, Held, drain
+from trainer_agent.rank.feed import Held
 from trainer_agent.rank.gather import GatherGroups
-from trainer_agent.rank.inbox import PushEnded
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.pending import PendingPush
+from trainer_agent.rank.pushes import ANSWER_GRACE_SECONDS, Pushes
 from trainer_agent.rank.report import PushReport, failure_of
 from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
 from trainer_agent.segments import SegmentPool
@@ -53,12 +52,8 @@ log = structlog.get_logger(__name__)
 
 JOIN_SECONDS = 300.0
 PUSH_SECONDS = 600.0
-ANSWER_GRACE_SECONDS = 15.0
-"""What a rank waits beyond its own limit: the agent ends the wait first, and says why."""
 SEND_SECONDS = 5.0
 """Longest that a few bytes to the agent may take; it reads always."""
-MAX_CAUSE_LENGTH = 4096
-"""Of an exception's text on its way to the other ranks."""
 WaitFor = Literal["released", "applied", "serving"]
 """What a push waits for: nobody reads its memory any more, the fleet decided, an engine takes requests under it."""
 
@@ -72,18 +67,9 @@ class TrainerRank:
         self._link = link
         self._place = place
         self._layout = layout
-        self._source = source
-        self._held = Held(SegmentPool("", place.rank), groups)
+        self._pushes = Pushes(link, place.rank, layout, source, Held(SegmentPool("", place.rank), groups))
         self._push_seconds = PUSH_SECONDS
         self._sidecar: Sidecar | None = None
-        self._sequence = 0
-        self._asked: WeakValueDictionary[int, PendingPush] = WeakValueDictionary()
-        """Pushes that somebody may still ask, by sequence: what the agent says of them is kept."""
-        self._last: PendingPush | None = None
-        """The latest push whose weights were read."""
-        self._unsettled = 0
-        """Sequence of the push whose memory is in use; 0: nobody's is."""
-        link.aside = self._take_aside
         self._step = 0
         self._phase = ""
         self._closed = False
@@ -136,7 +122,7 @@ class TrainerRank:
         except BaseException:
             rank.close()
             raise
-        rank._held.segments = (KeptVersions if deltas else SegmentPool)(rank.run_id, place.rank)
+        rank._pushes.held.segments = (KeptVersions if deltas else SegmentPool)(rank.run_id, place.rank)
         return rank
 
     def push(self, step: int, *, wait: WaitFor = "applied", check: bool = False) -> PushReport:
@@ -165,8 +151,8 @@ class TrainerRank:
         patience, started = self._patience(), time.monotonic()
         with self._pushing(step, patience):
             while True:
-                pending = self._attempt(step, patience, check=check)
-                result = self._result(pending, patience)
+                pending = self._pushes.attempt(step, patience, check=check)
+                result = self._pushes.result(pending, patience)
                 if not result.retry:
                     break
                 log.warning("push_repeated", step=step, reason=result.error_reason, cause=result.error_message)
@@ -188,7 +174,7 @@ class TrainerRank:
         """
         patience = self._patience()
         with self._pushing(step, patience):
-            return self._attempt(step, patience, detached=True)
+            return self._pushes.attempt(step, patience, detached=True)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -215,7 +201,7 @@ class TrainerRank:
         atexit.unregister(self.close)
         with suppress(WeightplaneError):
             self._link.send(rank_pb2.RankRequest(leave=rank_pb2.Leave()), Patience(SEND_SECONDS))
-        self._held.close()
+        self._pushes.held.close()
         self._link.close()
         if self._sidecar is not None:
             self._sidecar.stop()
@@ -250,111 +236,11 @@ class TrainerRank:
         """The phase of a push; after the one before was decided."""
         before, self._step, self._phase = self._phase, step, "push"
         try:
-            self._settle_last(patience)
+            self._pushes.settle_last(patience)
             yield
         finally:
             with suppress(WeightplaneError):
                 self._progress(step, before)
-
-    def _settle_last(self, patience: Patience) -> None:
-        last, self._last = self._last, None
-        if last is None:
-            return
-        result = self._result(last, patience)
-        if result.error_reason and not last.told:
-            log.warning("push_failed_unheard", step=last.step, reason=result.error_reason, cause=result.error_message)
-
-    def _attempt(self, step: int, patience: Patience, *, detached: bool = False, check: bool = False) -> PendingPush:
-        """One push up to where this rank's weights were read, or it ended before that."""
-        self._sequence += 1
-        self._unsettled = self._sequence
-        feed = Feed(self._place.rank, self._link, self._held, self._sequence, patience)
-        pending = PendingPush(
-            self._link,
-            sequence=self._sequence,
-            step=step,
-            seconds=patience.total,
-            settle=self._ended,
-            detached=detached,
-        )
-        limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
-        begin = rank_pb2.PushBegin(
-            step=step,
-            timeout_seconds=limit,
-            sequence=self._sequence,
-            detached=detached,
-            check=check,
-            keeps_whole=self._held.keeps_whole,
-            base=self._held.base,
-        )
-        self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
-        try:
-            plan = feed.answer("push_plan", "every rank to push, and the coordinator's plan").push_plan
-            self._carry_out(feed, plan, patience)
-        except PushEnded as ended:
-            pending.end(ended.result)
-        except BaseException:
-            self._settle(pending.sequence, released=False, failed=True)
-            raise
-        self._asked[self._sequence] = self._last = pending
-        return pending
-
-    def _result(self, pending: PendingPush, patience: Patience) -> rank_pb2.PushResult:
-        """Wait for it. Whoever stops waiting gives its memory up: nobody will say when it is free."""
-        try:
-            return pending.decided(patience)
-        except BaseException:
-            self._settle(pending.sequence, released=False, failed=True)
-            raise
-
-    def _ended(self, sequence: int, result: rank_pb2.PushResult) -> None:
-        self._settle(sequence, released=result.memory_released, failed=bool(result.error_reason))
-
-    def _take_aside(self, message: rank_pb2.RankResponse) -> bool:
-        """What the agent says of a push whose weights were read is kept for whoever holds it."""
-        kind = message.WhichOneof("message")
-        if kind not in ("push_result", "push_serving"):
-            return False
-        pending = self._asked.get(getattr(message, kind).sequence)
-        return pending is not None and pending.take(message)
-
-    def _carry_out(self, feed: Feed, plan: rank_pb2.PushPlan, patience: Patience) -> None:
-        """Export; whatever happens, the ranks that can do so end their iteration, so that none is left waiting."""
-        tensors = iter(self._source)
-        try:
-            feed.run(plan, self._layout, tensors)
-        except PushEnded as ended:
-            if _whole(ended.result):
-                drain(tensors)
-            raise
-        except Exception as error:
-            self._give_up(error, patience)
-            result = feed.end()
-            if isinstance(error, WeightplaneError) and (result is None or _whole(result)):
-                drain(tensors)
-            # Of a link the agent knows both ends, and whether the fleet committed without it.
-            if result is not None and (result.retry or isinstance(error, LinkFailed) or self._by_another(result)):
-                raise PushEnded(result) from error
-            raise
-
-    def _by_another(self, result: rank_pb2.PushResult) -> bool:
-        """What this rank met, such as a broken collective, came of another one's end."""
-        lost = result.error_reason == PeerLost.reason
-        return lost and result.error_metadata["peer"] != f"rank {self._place.rank}"
-
-    def _give_up(self, error: Exception, patience: Patience) -> None:
-        failed = rank_pb2.PushFailed(cause=f"{type(error).__name__}: {error}"[:MAX_CAUSE_LENGTH])
-        if isinstance(error, WeightplaneError):
-            failed.error_reason = error.reason
-            failed.error_metadata.update(error.metadata())
-        with suppress(WeightplaneError):
-            self._link.send(rank_pb2.RankRequest(push_failed=failed), patience)
-
-    def _settle(self, sequence: int, *, released: bool, failed: bool) -> None:
-        """Once for each push: a late answer to one that was given up says nothing of the next one's memory (INV-12)."""
-        if self._unsettled == sequence:
-            self._unsettled = 0
-            self._held.settle(released=released, failed=failed)
 
     def _progress(self, step: int, phase: str) -> None:
         self._step, self._phase = step, phase
@@ -369,7 +255,7 @@ class TrainerRank:
     ) -> None:
         try:
             if error is None:
-                self._settle_last(self._patience())  # who leaves before the decision ends the push
+                self._pushes.settle_last(self._patience())  # who leaves before the decision ends the push
         except WeightplaneError as ended:
             error = ended
             if not isinstance(ended, StaleTerm):
@@ -388,11 +274,6 @@ def _connect(socket: Path, sidecar: Sidecar | None, patience: Patience) -> RankL
         if sidecar:
             sidecar.stop()
         raise
-
-
-def _whole(result: rank_pb2.PushResult) -> bool:
-    """Whether every rank is still there to take part in an iteration."""
-    return result.retry or result.error_reason != PeerLost.reason
 
 
 def _local_part(part: weight_update_pb2.LayoutPart) -> rank_pb2.LayoutPartMessage:

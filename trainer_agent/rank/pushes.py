@@ -1,0 +1,154 @@
+"""The pushes of one rank, one after the other: their memory, and who may still ask what became of one.
+
+Promises: memory is settled once for each push, by what was said of just that one (INV-12); whatever ends a push, the
+ranks that can do so end their iteration, so that none is left waiting in a collective.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from weakref import WeakValueDictionary
+
+import structlog
+
+from controlplane.core.errors import LinkFailed, PeerLost, WeightplaneError
+from controlplane.core.layout import Layout
+from trainer_agent.rank.feed import Feed, Held, drain
+from trainer_agent.rank.inbox import PushEnded
+from trainer_agent.rank.link import Patience, RankLink
+from trainer_agent.rank.pending import PendingPush
+from trainer_agent.source import WeightSource
+from weightplane.local.v1 import rank_pb2
+
+log = structlog.get_logger(__name__)
+
+ANSWER_GRACE_SECONDS = 15.0
+"""What a rank waits beyond its own limit: the agent ends the wait first, and says why."""
+MAX_CAUSE_LENGTH = 4096
+"""Of an exception's text on its way to the other ranks."""
+
+
+class Pushes:
+    """Not for use by several threads."""
+
+    def __init__(self, link: RankLink, rank: int, layout: Layout, source: WeightSource, held: Held) -> None:
+        self.held = held
+        """Segments, groups and links: they live through all pushes."""
+        self._link = link
+        self._rank = rank
+        self._layout = layout
+        self._source = source
+        self._sequence = 0
+        self._asked: WeakValueDictionary[int, PendingPush] = WeakValueDictionary()
+        """Pushes that somebody may still ask, by sequence: what the agent says of them is kept."""
+        self._last: PendingPush | None = None
+        """The latest push whose weights were read."""
+        self._unsettled = 0
+        """Sequence of the push whose memory is in use; 0: nobody's is."""
+        link.aside = self._take_aside
+
+    def attempt(self, step: int, patience: Patience, *, detached: bool = False, check: bool = False) -> PendingPush:
+        """One push up to where this rank's weights were read, or it ended before that."""
+        self._sequence += 1
+        self._unsettled = self._sequence
+        feed = Feed(self._rank, self._link, self.held, self._sequence, patience)
+        pending = PendingPush(
+            self._link,
+            sequence=self._sequence,
+            step=step,
+            seconds=patience.total,
+            settle=self._ended,
+            detached=detached,
+        )
+        limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
+        begin = rank_pb2.PushBegin(
+            step=step,
+            timeout_seconds=limit,
+            sequence=self._sequence,
+            detached=detached,
+            check=check,
+            keeps_whole=self.held.keeps_whole,
+            base=self.held.base,
+        )
+        self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
+        try:
+            plan = feed.answer("push_plan", "every rank to push, and the coordinator's plan").push_plan
+            self._carry_out(feed, plan, patience)
+        except PushEnded as ended:
+            pending.end(ended.result)
+        except BaseException:
+            self._settle(pending.sequence, released=False, failed=True)
+            raise
+        self._asked[self._sequence] = self._last = pending
+        return pending
+
+    def result(self, pending: PendingPush, patience: Patience) -> rank_pb2.PushResult:
+        """Wait for it. Whoever stops waiting gives its memory up: nobody will say when it is free."""
+        try:
+            return pending.decided(patience)
+        except BaseException:
+            self._settle(pending.sequence, released=False, failed=True)
+            raise
+
+    def settle_last(self, patience: Patience) -> None:
+        """Wait until the push before, if somebody left it under way, is decided. Raises as `result` does."""
+        last, self._last = self._last, None
+        if last is None:
+            return
+        result = self.result(last, patience)
+        if result.error_reason and not last.told:
+            log.warning("push_failed_unheard", step=last.step, reason=result.error_reason, cause=result.error_message)
+
+    def _ended(self, sequence: int, result: rank_pb2.PushResult) -> None:
+        self._settle(sequence, released=result.memory_released, failed=bool(result.error_reason))
+
+    def _take_aside(self, message: rank_pb2.RankResponse) -> bool:
+        """What the agent says of a push whose weights were read is kept for whoever holds it."""
+        kind = message.WhichOneof("message")
+        if kind not in ("push_result", "push_serving"):
+            return False
+        pending = self._asked.get(getattr(message, kind).sequence)
+        return pending is not None and pending.take(message)
+
+    def _carry_out(self, feed: Feed, plan: rank_pb2.PushPlan, patience: Patience) -> None:
+        """Export; whatever happens, the ranks that can do so end their iteration, so that none is left waiting."""
+        tensors = iter(self._source)
+        try:
+            feed.run(plan, self._layout, tensors)
+        except PushEnded as ended:
+            if _whole(ended.result):
+                drain(tensors)
+            raise
+        except Exception as error:
+            self._give_up(error, patience)
+            result = feed.end()
+            if isinstance(error, WeightplaneError) and (result is None or _whole(result)):
+                drain(tensors)
+            # Of a link the agent knows both ends, and whether the fleet committed without it.
+            if result is not None and (result.retry or isinstance(error, LinkFailed) or self._by_another(result)):
+                raise PushEnded(result) from error
+            raise
+
+    def _by_another(self, result: rank_pb2.PushResult) -> bool:
+        """What this rank met, such as a broken collective, came of another one's end."""
+        lost = result.error_reason == PeerLost.reason
+        return lost and result.error_metadata["peer"] != f"rank {self._rank}"
+
+    def _give_up(self, error: Exception, patience: Patience) -> None:
+        failed = rank_pb2.PushFailed(cause=f"{type(error).__name__}: {error}"[:MAX_CAUSE_LENGTH])
+        if isinstance(error, WeightplaneError):
+            failed.error_reason = error.reason
+            failed.error_metadata.update(error.metadata())
+        with suppress(WeightplaneError):
+            self._link.send(rank_pb2.RankRequest(push_failed=failed), patience)
+
+    def _settle(self, sequence: int, *, released: bool, failed: bool) -> None:
+        """Once for each push: a late answer to one that was given up says nothing of the next one's memory (INV-12)."""
+        if self._unsettled == sequence:
+            self._unsettled = 0
+            self.held.settle(released=released, failed=failed)
+
+
+def _whole(result: rank_pb2.PushResult) -> bool:
+    """Whether every rank is still there to take part in an iteration."""
+    return result.retry or result.error_reason != PeerLost.reason
