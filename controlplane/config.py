@@ -58,7 +58,7 @@ def load(cls: type[T], file: Path | None = None, overrides: Settings | None = No
     Raises:
         ConfigError: the file cannot be read, a key is unknown or missing, a value has the wrong type or is refused.
     """
-    given = {} if file is None else _read(file)
+    given = {} if file is None else read(file, tomllib.loads, tomllib.TOMLDecodeError, "TOML")
     base = None if file is None else file.resolve().parent
     return load_values(cls, merged(given, overrides or {}), base=base, source="" if file is None else str(file))
 
@@ -94,13 +94,18 @@ def _nested(sections: list[str], value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read(file: Path, parse: Callable[[str], Any], broken: type[Exception], kind: str) -> Any:
+    """What `parse` makes of a file's text; `broken` is what it raises of a text that is no `kind`.
+
+    Raises:
+        ConfigError: the file cannot be read, or is no `kind`.
+    """
     try:
-        return tomllib.loads(file.read_text())
+        return parse(file.read_text())
+    except broken as error:
+        raise ConfigError(str(file), f"is not valid {kind}: {error}") from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(str(file), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(str(file), f"is not valid TOML: {error}") from error
 
 
 def merged(under: Settings, over: Settings) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from controlplane.config import ConfigError, load
+from controlplane.config import load, read
 from controlplane.fleet_file.server_groups import fleet_of
 from controlplane.fleet_file.settings import FleetFile
 
@@ -23,9 +23,4 @@ def read_fleet_file(file: Path) -> FleetFile:
 def _yaml(file: Path) -> object:
     import yaml
 
-    try:
-        return yaml.safe_load(file.read_text())
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(str(file), f"cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(str(file), f"is not valid YAML: {error}") from error
+    return read(file, yaml.safe_load, yaml.YAMLError, "YAML")
