@@ -145,6 +145,14 @@ class Engine(Protocol):
         """
         ...
 
+    async def clear_caches(self) -> None:
+        """Forget everything computed before: prefix, encoder, multimodal and connector caches; kept requests are
+        computed anew. Must be called quiesced. An install does it by itself.
+
+        Raises EngineDied, DeadlineExceeded.
+        """
+        ...
+
     async def canary(self) -> CanaryReport:
         """Run the fixed prompt (the scheduler runs meanwhile, and is stopped again before this returns).
 

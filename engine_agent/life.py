@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +19,7 @@ import structlog
 from controlplane import failpoints
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import EngineState, HoldKind, Life, Poisoned, Residency, Timings
+from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Life, Poisoned, Residency, Timings
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -350,27 +351,40 @@ class EngineLife:
         except EngineDied as error:
             self._die(str(error))
 
-    async def _follow_gate(self) -> None:
+    async def _follow_gate(self, *, ran: bool = False) -> None:
+        """`ran`: the scheduler ran until this agent itself stopped it, for a moment."""
         state = self.core.state
         if isinstance(state.weights, Poisoned):
             self.requests.abort_all()
             if state.frozen:
                 cause = f"poisoned ({state.weights.cause}), and no update heals a frozen model's engine"
                 raise EngineDied(engine_id=state.engine_id, cause=cause)
-        steps = self._may_step()
+        steps = self._may_step(ran=ran or self._scheduler_runs)
         if steps and not self._scheduler_runs and state.applied is not None:
             await self._start_scheduler(state.applied)
         elif not steps and self._scheduler_runs and state.life is Life.RUNNING and not state.installing:
             await self._stop_scheduler()  # an install does it itself: if that fails the old version serves on (INV-4)
 
-    def _may_step(self) -> bool:
-        """The gate is open, or only draining shuts it: nobody enters, and who is in goes on to the end, also under a
-        version that the fleet serves no more: a draining engine gets no other."""
+    def _may_step(self, *, ran: bool) -> bool:
+        """The gate is open, or only what lets requests finish shuts it: nobody enters, and who is in goes on to the
+        end; also under a version that the fleet serves no more, for a draining engine gets no other."""
         state, served = self.core.state, self.core.served
-        others = frozenset(h for h in state.holds if h.kind is not HoldKind.DRAINING)
-        if others != state.holds and self._scheduler_runs and state.applied is not None:
+        others = frozenset(h for h in state.holds if h.kind not in LETS_FINISH)
+        if others != state.holds and ran and state.applied is not None:
             served |= {state.applied}
         return replace(state, holds=others).gate_open(served)
+
+    @asynccontextmanager
+    async def standing_still(self) -> AsyncIterator[None]:
+        """No forward pass runs, and no install; afterwards the gate decides again. Raises EngineDied."""
+        async with self._lock:
+            ran = self._scheduler_runs
+            await self._stop_scheduler()
+            await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+            try:
+                yield
+            finally:
+                await self._follow_gate(ran=ran)
 
     async def _start_scheduler(self, version: WeightVersion) -> None:
         self.requests.release(version)

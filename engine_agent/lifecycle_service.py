@@ -13,9 +13,10 @@ import structlog
 from controlplane import stacks
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind
-from controlplane.core.errors import UnsupportedByEngine, WrongIncarnation, WrongRun
-from controlplane.rpc.codec import stacks_to_proto
+from controlplane.core.errors import InvalidRequest, UnsupportedByEngine, WrongIncarnation, WrongRun
+from controlplane.rpc.codec import seconds_from_proto, stacks_to_proto
 from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
+from engine_agent import commands
 from engine_agent.life import EngineLife, EngineLifeHolder
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
@@ -27,7 +28,24 @@ _Command = (
     | lifecycle_pb2.SleepRequest
     | lifecycle_pb2.WakeUpRequest
     | lifecycle_pb2.DrainRequest
+    | lifecycle_pb2.AbortRequestsRequest
+    | lifecycle_pb2.FlushCacheRequest
 )
+_MODES = {
+    lifecycle_pb2.PAUSE_MODE_UNSPECIFIED: commands.PauseMode.KEEP,
+    lifecycle_pb2.PAUSE_MODE_KEEP: commands.PauseMode.KEEP,
+    lifecycle_pb2.PAUSE_MODE_ABORT: commands.PauseMode.ABORT,
+    lifecycle_pb2.PAUSE_MODE_WAIT: commands.PauseMode.WAIT,
+}
+
+
+def _how(request: lifecycle_pb2.PauseGenerationRequest) -> commands.Pause:
+    mode, fallback = _MODES[request.mode], _MODES[request.fallback]
+    if fallback is commands.PauseMode.WAIT:
+        raise InvalidRequest(field="fallback", problem="what follows a wait is KEEP or ABORT")
+    limit = request.HasField("wait_limit")
+    wait = seconds_from_proto(request.wait_limit) if limit else commands.DEFAULT_WAIT_SECONDS
+    return commands.Pause(request.owner, mode, wait, fallback)
 
 
 def status_of(life: EngineLife) -> engine_pb2.EngineStatus:
@@ -52,14 +70,14 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         self, request: lifecycle_pb2.PauseGenerationRequest, context: Any
     ) -> lifecycle_pb2.PauseGenerationResponse:
         life = self._fenced(request)
-        life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, request.owner), present=True))
-        return lifecycle_pb2.PauseGenerationResponse(status=status_of(life))
+        aborted = await commands.pause(life, _how(request))
+        return lifecycle_pb2.PauseGenerationResponse(status=status_of(life), aborted_requests=aborted)
 
     async def ResumeGeneration(
         self, request: lifecycle_pb2.ResumeGenerationRequest, context: Any
     ) -> lifecycle_pb2.ResumeGenerationResponse:
         life = self._fenced(request)
-        for kind in (HoldKind.OPERATOR, HoldKind.DRAINING):
+        for kind in (HoldKind.OPERATOR, HoldKind.FINISHING, HoldKind.DRAINING):
             life.apply(events.HoldChanged(Hold(kind, request.owner), present=False))
         return lifecycle_pb2.ResumeGenerationResponse(status=status_of(life))
 
@@ -77,6 +95,20 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         life = self._fenced(request)
         life.apply(events.HoldChanged(Hold(HoldKind.DRAINING, request.owner), present=True))
         return lifecycle_pb2.DrainResponse(status=status_of(life))
+
+    async def AbortRequests(
+        self, request: lifecycle_pb2.AbortRequestsRequest, context: Any
+    ) -> lifecycle_pb2.AbortRequestsResponse:
+        life = self._fenced(request)
+        ended = commands.abort(life, request.request_ids)
+        return lifecycle_pb2.AbortRequestsResponse(status=status_of(life), request_ids=ended)
+
+    async def FlushCache(
+        self, request: lifecycle_pb2.FlushCacheRequest, context: Any
+    ) -> lifecycle_pb2.FlushCacheResponse:
+        life = self._fenced(request)
+        await commands.flush(life)
+        return lifecycle_pb2.FlushCacheResponse(status=status_of(life))
 
     async def GetStatus(self, request: lifecycle_pb2.GetStatusRequest, context: Any) -> lifecycle_pb2.GetStatusResponse:
         return lifecycle_pb2.GetStatusResponse(status=status_of(self._of_run(request.run_id)))

@@ -84,6 +84,8 @@ class MemoryEngine:
         self._asleep: dict[str, int] = {}
         """What is not on the device now, and its size."""
         self._death = ""
+        self.cleared = 0
+        """How often its caches were cleared by a command."""
         self._live: dict[str, _Live] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -180,6 +182,12 @@ class MemoryEngine:
         self._weights = weights_of(fresh)
         self._label = staged.label
         return InstallReport(len(fresh), time.monotonic() - began, 0.0)
+
+    async def clear_caches(self) -> None:
+        if self._running.is_set():
+            self._death = "its caches were cleared while it was stepping"
+        self._need("kv", what="a cache")
+        self.cleared += 1
 
     async def canary(self) -> CanaryReport:
         self._need("weights", "kv", what="a canary")

@@ -9,7 +9,7 @@ request ends `abort` with the spans it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -45,6 +45,8 @@ class Part:
 @dataclass
 class _Request:
     request_id: str
+    name: str
+    """The caller's."""
     version: WeightVersion
     spans: list[Span] = field(default_factory=list)
     attributed: int = 0
@@ -54,6 +56,8 @@ class _Request:
     behind_border: bool = False
     """The gate shut: what comes from now on belongs to the next version."""
     waiting: list[GenerationDelta] = field(default_factory=list)
+    ended: bool = False
+    """Its last part is made: nothing follows."""
     out: asyncio.Queue[Part | WeightplaneError] = field(default_factory=asyncio.Queue)
     """Bounded by the request's max_tokens."""
     pump: asyncio.Task[None] | None = None
@@ -69,16 +73,26 @@ class Requests:
         self._disagreed = disagreed
         self._live: dict[str, _Request] = {}
         self._shut = False
+        self._none = asyncio.Event()
+        self._none.set()
 
     def __len__(self) -> int:
         return len(self._live)
 
+    async def none_left(self) -> None:
+        """Wait until there is none."""
+        await self._none.wait()
+
     async def run(
-        self, request_id: str, version: WeightVersion, prompt: Sequence[int], sampling: SamplingSettings
+        self, request_id: str, version: WeightVersion, prompt: Sequence[int], sampling: SamplingSettings, name: str = ""
     ) -> AsyncGenerator[Part, None]:
-        """Generate under `version`. Closing the iterator aborts. Raises EngineDied, SpanMismatch."""
-        request = _Request(request_id, version, behind_border=self._shut)
+        """Generate under `version`. `request_id` is used once, `name` is the caller's. Closing the iterator aborts.
+
+        Raises EngineDied, SpanMismatch.
+        """
+        request = _Request(request_id, name or request_id, version, behind_border=self._shut)
         self._live[request_id] = request
+        self._none.clear()
         request.pump = asyncio.create_task(self._pump(request, prompt, sampling))
         self._counted()
         try:
@@ -92,6 +106,8 @@ class Requests:
         finally:
             request.pump.cancel()
             del self._live[request_id]
+            if not self._live:
+                self._none.set()
             self._counted()
 
     # ---- the gate's side ----
@@ -117,9 +133,16 @@ class Requests:
 
     def abort_all(self) -> None:
         """Poisoned: what waited is dropped, and each request ends with the spans that it has (R4)."""
-        for request in self._live.values():
+        self.abort()
+
+    def abort(self, names: Collection[str] | None = None) -> list[str]:
+        """End those that their callers named so, or all: each with the spans that it has (R4). The names of those that
+        were here, one for each."""
+        ended = [r for r in self._live.values() if not r.ended and (names is None or r.name in names)]
+        for request in ended:
             request.waiting.clear()
             self._finish(request, GenerationDelta((), (), finish_reason="abort"))
+        return [request.name for request in ended]
 
     def fail_all(self, error: WeightplaneError) -> None:
         """The engine is gone: nobody waits for tokens that cannot come."""
@@ -133,6 +156,8 @@ class Requests:
             async with aclosing(self._engine.generate(request.request_id, prompt, sampling)) as deltas:
                 async for delta in deltas:
                     request.seen += len(delta.token_ids)
+                    if request.ended:
+                        continue  # its consumer has been told the end; it stops the engine's work in a moment
                     if request.behind_border:
                         request.waiting.append(delta)
                     else:
@@ -157,6 +182,7 @@ class Requests:
         self._finish(request, delta)
 
     def _finish(self, request: _Request, delta: GenerationDelta) -> None:
+        request.ended = True
         request.out.put_nowait(Part(request.version, delta, tuple(request.spans)))
 
 

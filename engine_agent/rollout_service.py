@@ -44,9 +44,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             check_request(life.facts, request.prompt_token_ids, sampling)
         version = await _enter(life, request)
         # No await between the open gate and the registration: the border is drawn around this request, or not.
-        parts = life.requests.run(
-            f"{request.request_id or 'generate'}-{uuid.uuid4().hex[:12]}", version, request.prompt_token_ids, sampling
-        )
+        unique = f"{request.request_id or 'generate'}-{uuid.uuid4().hex[:12]}"
+        parts = life.requests.run(unique, version, request.prompt_token_ids, sampling, request.request_id)
         async with aclosing(parts) as open_parts:
             async for part in open_parts:
                 yield _response(part, len(request.prompt_token_ids))

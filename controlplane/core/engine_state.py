@@ -80,6 +80,11 @@ class HoldKind(Enum):
     ASLEEP = "asleep"
     DRAINING = "draining"
     POISONED = "poisoned"
+    FINISHING = "finishing"
+
+
+LETS_FINISH = frozenset({HoldKind.DRAINING, HoldKind.FINISHING})
+"""While only these shut a gate, nobody enters, and who is in goes on to the end."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
-from controlplane.core.engine_state import HoldKind, Poisoned, Timings
+from controlplane.core.engine_state import LETS_FINISH, Poisoned, Timings
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.sim.engine import InstallEnding, Turns
 from controlplane.sim.kernel import Action
@@ -182,9 +182,9 @@ class EngineWork:
         self._turns.done()
 
     def _may_step(self) -> bool:
-        """The gate is open, or only draining shuts it: nobody enters, and who is in goes on to the end."""
+        """The gate is open, or only what lets requests finish shuts it."""
         state, served = self._life.core.state, self._life.core.served
-        others = frozenset(h for h in state.holds if h.kind is not HoldKind.DRAINING)
+        others = frozenset(h for h in state.holds if h.kind not in LETS_FINISH)
         if others != state.holds and self.scheduler_runs and state.applied is not None:
             served |= {state.applied}
         return replace(state, holds=others).gate_open(served)

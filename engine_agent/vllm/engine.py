@@ -176,6 +176,10 @@ class VllmEngine:
         self._label = staged.label
         return report
 
+    async def clear_caches(self) -> None:
+        if not await self._installer.clear_caches():
+            raise self._core.died("it did not clear its prefix cache while it stood still")
+
     async def canary(self) -> CanaryReport:
         core, limit = self._core, self._settings.canary_timeout_seconds
         facts = self._started_facts

@@ -67,7 +67,8 @@ class Installer:
         await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": "install"})), "install")
         loaded = await self._require_all_well(staged)
         loaded_at = time.perf_counter()
-        await self._clear_caches(staged)
+        if not await self.clear_caches():
+            raise await self._failed(staged, "the prefix cache was not cleared", touched=True)
         await self._ask(llm.finish_weight_update(staged.label), "finish_weight_update")
         ended = time.perf_counter()
         return InstallReport(loaded, loaded_at - started, ended - loaded_at)
@@ -109,19 +110,21 @@ class Installer:
         await self._ask(_quietly(self._core.llm.finish_weight_update()), "finish_weight_update")
         return InstallFailed(self._core.engine_id, staged.label, touched, cause)
 
-    async def _clear_caches(self, staged: StagedWeights) -> None:
-        """No KV, encoder output or multimodal input of the old weights may be used again; kept requests start over."""
+    async def clear_caches(self) -> bool:
+        """No KV, encoder output or multimodal input of before may be used again; kept requests start over.
+
+        False: vLLM did not clear its prefix cache. Raises EngineDied, DeadlineExceeded.
+        """
         llm = self._core.llm
         cleared = await self._ask(
             llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "reset_prefix_cache"
         )
-        if cleared is not True:
-            raise await self._failed(staged, "the prefix cache was not cleared", touched=True)
         await self._ask(llm.reset_mm_cache(), "reset_mm_cache")
         await self._ask(llm.reset_encoder_cache(), "reset_encoder_cache")
         if self.kv_suspect:
             await self._ask(llm.collective_rpc("weightplane_scrub_kv"), "weightplane_scrub_kv")
             self.kv_suspect = False
+        return cleared is True
 
     async def _ask(self, call: Awaitable[T], what: str) -> T:
         return await self._core.ask(call, what, self._limit)

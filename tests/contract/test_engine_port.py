@@ -149,6 +149,21 @@ async def test_inv11_a_kept_request_goes_on_under_the_new_label_from_the_quiesce
     assert (await running)[-1].engine_spans == (("41", 0, border), ("42", border, 120))
 
 
+async def test_a_kept_request_goes_on_the_same_after_the_caches_were_cleared(rig: Rig) -> None:
+    await rig.put(0, "51")
+    alone = tokens(await collect(rig.engine, "r51", 40))
+    deltas: list[GenerationDelta] = []
+    running = asyncio.create_task(collect(rig.engine, "r52", 40, deltas))
+    await until(deltas, 5)
+    live = await rig.engine.quiesce()
+    await rig.engine.clear_caches()
+    assert (await rig.engine.quiesce()).token_counts == live.token_counts
+    await rig.engine.resume()
+    ended = await running
+    assert ended[-1].engine_spans == (("51", 0, 40),)
+    assert tokens(ended) == alone
+
+
 async def test_closing_the_iterator_aborts_the_request(rig: Rig) -> None:
     await rig.put(0, "51")
     deltas: list[GenerationDelta] = []

@@ -218,6 +218,16 @@ async def test_an_update_clears_the_prefix_cache(rig: Rig) -> None:
     assert_speaks_as(rig, after, fresh, LONG_PROMPT)
 
 
+async def test_a_flush_leaves_no_prefix_of_before(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    for cached in (0, 64):
+        assert (await generate(rig.engine, 4, prompt=LONG_PROMPT)).cached == cached
+    await rig.engine.quiesce()
+    await rig.engine.clear_caches()
+    await rig.engine.resume()
+    assert (await generate(rig.engine, 4, prompt=LONG_PROMPT)).cached == 0
+
+
 @pytest.mark.parametrize("after", [0, 3, 19])
 async def test_an_install_that_fails_half_way_says_so_and_a_full_update_heals_it(
     rig: Rig, failpoint: Path, after: int

@@ -135,6 +135,16 @@ class TrainerLifecycle(lifecycle_pb2_grpc.LifecycleServicer):
     async def Drain(self, request: lifecycle_pb2.DrainRequest, context: Any) -> lifecycle_pb2.DrainResponse:
         raise self._unsupported("it takes no requests; see Shutdown")
 
+    async def AbortRequests(
+        self, request: lifecycle_pb2.AbortRequestsRequest, context: Any
+    ) -> lifecycle_pb2.AbortRequestsResponse:
+        raise self._unsupported("it takes no requests")
+
+    async def FlushCache(
+        self, request: lifecycle_pb2.FlushCacheRequest, context: Any
+    ) -> lifecycle_pb2.FlushCacheResponse:
+        raise self._unsupported("it has no caches")
+
     async def WatchStatus(self, request: lifecycle_pb2.WatchStatusRequest, context: Any) -> Any:
         raise self._unsupported("its status is asked for, not watched")
         yield

@@ -128,6 +128,8 @@ class _HoldKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldKind.Val
     """The engine leaves."""
     HOLD_KIND_POISONED: _HoldKind.ValueType  # 5
     """The weights are a mixture."""
+    HOLD_KIND_FINISHING: _HoldKind.ValueType  # 6
+    """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
 
 class HoldKind(_HoldKind, metaclass=_HoldKindEnumTypeWrapper):
     """Why a gate is kept shut."""
@@ -144,6 +146,8 @@ HOLD_KIND_DRAINING: HoldKind.ValueType  # 4
 """The engine leaves."""
 HOLD_KIND_POISONED: HoldKind.ValueType  # 5
 """The weights are a mixture."""
+HOLD_KIND_FINISHING: HoldKind.ValueType  # 6
+"""An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
 Global___HoldKind: _TypeAlias = HoldKind  # noqa: Y015
 
 class _UpdateStage:

@@ -23,6 +23,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _PauseMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
+    """Not set: as PAUSE_MODE_KEEP."""
+    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
+    """They stand still, and go on afterwards."""
+    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 2
+    """They end, with the tokens that they have."""
+    PAUSE_MODE_WAIT: _PauseMode.ValueType  # 3
+    """They go on to their end, within a limit."""
+
+class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
+    """What becomes of the requests in an engine that is paused; vLLM's names."""
+
+PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
+"""Not set: as PAUSE_MODE_KEEP."""
+PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
+"""They stand still, and go on afterwards."""
+PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
+"""They end, with the tokens that they have."""
+PAUSE_MODE_WAIT: PauseMode.ValueType  # 3
+"""They go on to their end, within a limit."""
+Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
+
 class _RankState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -64,13 +92,24 @@ class PauseGenerationRequest(_message.Message):
     RUN_ID_FIELD_NUMBER: _builtins.int
     ENGINE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    MODE_FIELD_NUMBER: _builtins.int
+    WAIT_LIMIT_FIELD_NUMBER: _builtins.int
+    FALLBACK_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     owner: _builtins.str
     """Who asks; the same name ends it."""
+    mode: Global___PauseMode.ValueType
+    """What becomes of the requests in the engine."""
+    fallback: Global___PauseMode.ValueType
+    """With PAUSE_MODE_WAIT: what becomes of those that took longer. KEEP or ABORT."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
+
+    @_builtins.property
+    def wait_limit(self) -> _duration_pb2.Duration:
+        """With PAUSE_MODE_WAIT: how long they may take. Absent: 60 s."""
 
     def __init__(
         self,
@@ -78,10 +117,13 @@ class PauseGenerationRequest(_message.Message):
         run_id: _builtins.str = ...,
         engine: _version_pb2.EngineRef | None = ...,
         owner: _builtins.str = ...,
+        mode: Global___PauseMode.ValueType = ...,
+        wait_limit: _duration_pb2.Duration | None = ...,
+        fallback: Global___PauseMode.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "wait_limit", b"wait_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "owner", b"owner", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "fallback", b"fallback", "mode", b"mode", "owner", b"owner", "run_id", b"run_id", "wait_limit", b"wait_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -94,6 +136,9 @@ class PauseGenerationResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     STATUS_FIELD_NUMBER: _builtins.int
+    ABORTED_REQUESTS_FIELD_NUMBER: _builtins.int
+    aborted_requests: _builtins.int
+    """Requests that were aborted."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """After the call."""
@@ -102,10 +147,11 @@ class PauseGenerationResponse(_message.Message):
         self,
         *,
         status: _engine_pb2.EngineStatus | None = ...,
+        aborted_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_requests", b"aborted_requests", "status", b"status"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -166,6 +212,122 @@ class ResumeGenerationResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ResumeGenerationResponse: _TypeAlias = ResumeGenerationResponse  # noqa: Y015
+
+@_typing.final
+class AbortRequestsRequest(_message.Message):
+    """Names requests to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run that the engine must belong to."""
+    @_builtins.property
+    def engine(self) -> _version_pb2.EngineRef:
+        """The engine, in this life."""
+
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names that their callers gave them; more than one may have the same. Empty: every request in the engine."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        engine: _version_pb2.EngineRef | None = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "request_ids", b"request_ids", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRequestsRequest: _TypeAlias = AbortRequestsRequest  # noqa: Y015
+
+@_typing.final
+class AbortRequestsResponse(_message.Message):
+    """What was ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> _engine_pb2.EngineStatus:
+        """After the call."""
+
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the requests that were in the engine, and are not any more."""
+
+    def __init__(
+        self,
+        *,
+        status: _engine_pb2.EngineStatus | None = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids", "status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRequestsResponse: _TypeAlias = AbortRequestsResponse  # noqa: Y015
+
+@_typing.final
+class FlushCacheRequest(_message.Message):
+    """Asks for empty caches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run that the engine must belong to."""
+    @_builtins.property
+    def engine(self) -> _version_pb2.EngineRef:
+        """The engine, in this life."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        engine: _version_pb2.EngineRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheRequest: _TypeAlias = FlushCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushCacheResponse(_message.Message):
+    """They are empty."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATUS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def status(self) -> _engine_pb2.EngineStatus:
+        """After the call."""
+
+    def __init__(
+        self,
+        *,
+        status: _engine_pb2.EngineStatus | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015
 
 @_typing.final
 class GetStatusRequest(_message.Message):

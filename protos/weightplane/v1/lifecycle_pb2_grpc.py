@@ -61,6 +61,16 @@ class LifecycleStub:
                 request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationResponse.FromString,
                 _registered_method=True)
+        self.AbortRequests = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/AbortRequests',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.AbortRequestsRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.AbortRequestsResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/weightplane.v1.Lifecycle/FlushCache',
+                request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/weightplane.v1.Lifecycle/GetStatus',
                 request_serializer=weightplane_dot_v1_dot_lifecycle__pb2.GetStatusRequest.SerializeToString,
@@ -94,9 +104,11 @@ class LifecycleServicer:
     """
 
     def PauseGeneration(self, request, context):
-        """Keep the gate shut until ResumeGeneration. Requests in the engine are kept, new ones wait outside.
+        """Keep the gate shut until ResumeGeneration. New requests wait outside; `mode` says what becomes of those in the
+        engine. Returns when that has come about.
 
-        Effects: adds the hold (OPERATOR, owner). Idempotent. Also while an update runs: the update ends as it would.
+        Effects: adds the hold (OPERATOR, owner); with PAUSE_MODE_WAIT first (FINISHING, owner), for as long as requests go
+        on. Idempotent. Also while an update runs: the update ends as it would. Who leaves before the answer changes nothing.
         Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -142,6 +154,29 @@ class LifecycleServicer:
         operator's resume in mid-install opens nothing.
 
         Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def AbortRequests(self, request, context):
+        """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+        the gate are their callers' to end.
+
+        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);
+        UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: this is a trainer agent).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Forget everything computed before: prefix, encoder, multimodal and connector caches. Requests in the engine stand
+        still meanwhile, are computed anew, and go on. An install does it by itself.
+
+        Idempotent. Returns when it is done. Errors: ENGINE_NOT_READY, ENGINE_ASLEEP (there is no cache), ENGINE_DIED,
+        DEADLINE_EXCEEDED (the engine did not answer), WRONG_RUN, WRONG_INCARNATION, UNSUPPORTED_BY_ENGINE (this is a trainer
+        agent).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -224,6 +259,16 @@ def add_LifecycleServicer_to_server(servicer, server):
                     servicer.ResumeGeneration,
                     request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationResponse.SerializeToString,
+            ),
+            'AbortRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.AbortRequests,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.AbortRequestsRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.AbortRequestsResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=weightplane_dot_v1_dot_lifecycle__pb2.FlushCacheRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_lifecycle__pb2.FlushCacheResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -388,6 +433,60 @@ class Lifecycle:
             '/weightplane.v1.Lifecycle/ResumeGeneration',
             weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationRequest.SerializeToString,
             weightplane_dot_v1_dot_lifecycle__pb2.ResumeGenerationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def AbortRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/AbortRequests',
+            weightplane_dot_v1_dot_lifecycle__pb2.AbortRequestsRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.AbortRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Lifecycle/FlushCache',
+            weightplane_dot_v1_dot_lifecycle__pb2.FlushCacheRequest.SerializeToString,
+            weightplane_dot_v1_dot_lifecycle__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

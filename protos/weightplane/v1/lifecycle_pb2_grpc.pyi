@@ -36,9 +36,11 @@ class LifecycleStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> LifecycleAsyncStub: ...
     PauseGeneration: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.PauseGenerationRequest, _lifecycle_pb2.PauseGenerationResponse]
-    """Keep the gate shut until ResumeGeneration. Requests in the engine are kept, new ones wait outside.
+    """Keep the gate shut until ResumeGeneration. New requests wait outside; `mode` says what becomes of those in the
+    engine. Returns when that has come about.
 
-    Effects: adds the hold (OPERATOR, owner). Idempotent. Also while an update runs: the update ends as it would.
+    Effects: adds the hold (OPERATOR, owner); with PAUSE_MODE_WAIT first (FINISHING, owner), for as long as requests go
+    on. Idempotent. Also while an update runs: the update ends as it would. Who leaves before the answer changes nothing.
     Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
     Sleep: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.SleepRequest, _lifecycle_pb2.SleepResponse]
@@ -68,6 +70,21 @@ class LifecycleStub:
     operator's resume in mid-install opens nothing.
 
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+    """
+    AbortRequests: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequestsRequest, _lifecycle_pb2.AbortRequestsResponse]
+    """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+    the gate are their callers' to end.
+
+    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);
+    UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: this is a trainer agent).
+    """
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.FlushCacheRequest, _lifecycle_pb2.FlushCacheResponse]
+    """Forget everything computed before: prefix, encoder, multimodal and connector caches. Requests in the engine stand
+    still meanwhile, are computed anew, and go on. An install does it by itself.
+
+    Idempotent. Returns when it is done. Errors: ENGINE_NOT_READY, ENGINE_ASLEEP (there is no cache), ENGINE_DIED,
+    DEADLINE_EXCEEDED (the engine did not answer), WRONG_RUN, WRONG_INCARNATION, UNSUPPORTED_BY_ENGINE (this is a trainer
+    agent).
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.GetStatusRequest, _lifecycle_pb2.GetStatusResponse]
     """The full state, now: of the engine, or of the trainer and its ranks.
@@ -108,9 +125,11 @@ class LifecycleAsyncStub(LifecycleStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     PauseGeneration: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.PauseGenerationRequest, _lifecycle_pb2.PauseGenerationResponse]  # type: ignore[assignment]
-    """Keep the gate shut until ResumeGeneration. Requests in the engine are kept, new ones wait outside.
+    """Keep the gate shut until ResumeGeneration. New requests wait outside; `mode` says what becomes of those in the
+    engine. Returns when that has come about.
 
-    Effects: adds the hold (OPERATOR, owner). Idempotent. Also while an update runs: the update ends as it would.
+    Effects: adds the hold (OPERATOR, owner); with PAUSE_MODE_WAIT first (FINISHING, owner), for as long as requests go
+    on. Idempotent. Also while an update runs: the update ends as it would. Who leaves before the answer changes nothing.
     Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
     Sleep: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.SleepRequest, _lifecycle_pb2.SleepResponse]  # type: ignore[assignment]
@@ -140,6 +159,21 @@ class LifecycleAsyncStub(LifecycleStub):
     operator's resume in mid-install opens nothing.
 
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+    """
+    AbortRequests: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequestsRequest, _lifecycle_pb2.AbortRequestsResponse]  # type: ignore[assignment]
+    """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+    the gate are their callers' to end.
+
+    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);
+    UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: this is a trainer agent).
+    """
+    FlushCache: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.FlushCacheRequest, _lifecycle_pb2.FlushCacheResponse]  # type: ignore[assignment]
+    """Forget everything computed before: prefix, encoder, multimodal and connector caches. Requests in the engine stand
+    still meanwhile, are computed anew, and go on. An install does it by itself.
+
+    Idempotent. Returns when it is done. Errors: ENGINE_NOT_READY, ENGINE_ASLEEP (there is no cache), ENGINE_DIED,
+    DEADLINE_EXCEEDED (the engine did not answer), WRONG_RUN, WRONG_INCARNATION, UNSUPPORTED_BY_ENGINE (this is a trainer
+    agent).
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.GetStatusRequest, _lifecycle_pb2.GetStatusResponse]  # type: ignore[assignment]
     """The full state, now: of the engine, or of the trainer and its ranks.
@@ -183,9 +217,11 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
         request: _lifecycle_pb2.PauseGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lifecycle_pb2.PauseGenerationResponse, _abc.Awaitable[_lifecycle_pb2.PauseGenerationResponse]]:
-        """Keep the gate shut until ResumeGeneration. Requests in the engine are kept, new ones wait outside.
+        """Keep the gate shut until ResumeGeneration. New requests wait outside; `mode` says what becomes of those in the
+        engine. Returns when that has come about.
 
-        Effects: adds the hold (OPERATOR, owner). Idempotent. Also while an update runs: the update ends as it would.
+        Effects: adds the hold (OPERATOR, owner); with PAUSE_MODE_WAIT first (FINISHING, owner), for as long as requests go
+        on. Idempotent. Also while an update runs: the update ends as it would. Who leaves before the answer changes nothing.
         Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
         """
 
@@ -239,6 +275,33 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
         operator's resume in mid-install opens nothing.
 
         Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
+        """
+
+    @_abc_1.abstractmethod
+    def AbortRequests(
+        self,
+        request: _lifecycle_pb2.AbortRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lifecycle_pb2.AbortRequestsResponse, _abc.Awaitable[_lifecycle_pb2.AbortRequestsResponse]]:
+        """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+        the gate are their callers' to end.
+
+        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);
+        UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: this is a trainer agent).
+        """
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _lifecycle_pb2.FlushCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_lifecycle_pb2.FlushCacheResponse, _abc.Awaitable[_lifecycle_pb2.FlushCacheResponse]]:
+        """Forget everything computed before: prefix, encoder, multimodal and connector caches. Requests in the engine stand
+        still meanwhile, are computed anew, and go on. An install does it by itself.
+
+        Idempotent. Returns when it is done. Errors: ENGINE_NOT_READY, ENGINE_ASLEEP (there is no cache), ENGINE_DIED,
+        DEADLINE_EXCEEDED (the engine did not answer), WRONG_RUN, WRONG_INCARNATION, UNSUPPORTED_BY_ENGINE (this is a trainer
+        agent).
         """
 
     @_abc_1.abstractmethod

@@ -1,0 +1,241 @@
+"""Pausing, ending requests and emptying caches, over real gRPC, with requests in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from controlplane.rpc.errors import from_rpc_error
+from engine_agent.memory_engine import MemoryEngine
+from tests.cases.samples import PROMPT, LiveSample
+from tests.support.checkpoint_fleet import checkpoint_fleet
+from tests.support.eventually import eventually
+from tests.support.local_fleet import RUN, LocalFleet, Weights
+from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+
+KEEP, ABORT, WAIT = lifecycle_pb2.PAUSE_MODE_KEEP, lifecycle_pb2.PAUSE_MODE_ABORT, lifecycle_pb2.PAUSE_MODE_WAIT
+LONG = 4000
+"""Tokens of a request that does not end by itself in a test."""
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
+    async with checkpoint_fleet(tmp_path, 1, {"seconds_per_token": 0.002, "sleep_seconds": 0.05}) as running:
+        yield running
+
+
+@pytest.fixture
+async def weights(fleet: LocalFleet) -> Weights:
+    """What the fleet serves as version 1."""
+    pushed = Weights()
+    assert (await fleet.push(pushed)).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+    await eventually(lambda: _is_open(fleet))
+    return pushed
+
+
+async def _is_open(fleet: LocalFleet) -> bool:
+    return (await fleet.status("e0")).gate_open
+
+
+async def sample(fleet: LocalFleet, max_tokens: int, request_id: str = "") -> LiveSample:
+    view = await fleet.engine("e0")
+    stub: Any = rollout_pb2_grpc.RolloutStub(fleet.channel(view.endpoint))
+    request = rollout_pb2.GenerateRequest(
+        run_id=RUN,
+        model="policy",
+        request_id=request_id,
+        prompt_token_ids=PROMPT,
+        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
+    )
+    request.wait.FromSeconds(20)
+    return LiveSample(stub.Generate(request, timeout=40))
+
+
+async def told(fleet: LocalFleet, method: str, request: Any, **fields: Any) -> Any:
+    """The answer of one Lifecycle call, in the name of `ann`."""
+    view = await fleet.engine("e0")
+    stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
+    return await getattr(stub, method)(request(run_id=RUN, engine=view.status.engine, **fields), timeout=20)
+
+
+async def pause(fleet: LocalFleet, **how: Any) -> lifecycle_pb2.PauseGenerationResponse:
+    answer = await told(fleet, "PauseGeneration", lifecycle_pb2.PauseGenerationRequest, owner="ann", **how)
+    assert isinstance(answer, lifecycle_pb2.PauseGenerationResponse)
+    return answer
+
+
+async def resume(fleet: LocalFleet) -> None:
+    await told(fleet, "ResumeGeneration", lifecycle_pb2.ResumeGenerationRequest, owner="ann")
+
+
+async def flush(fleet: LocalFleet) -> None:
+    await told(fleet, "FlushCache", lifecycle_pb2.FlushCacheRequest)
+
+
+async def reason_of(call: Awaitable[Any]) -> str:
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await call
+    return from_rpc_error(refused.value).reason
+
+
+def holds_of(status: engine_pb2.EngineStatus) -> set[str]:
+    return {engine_pb2.HoldKind.Name(h.kind).removeprefix("HOLD_KIND_") for h in status.holds}
+
+
+# ---- pause --------------------------------------------------------------------------------------
+
+
+async def test_keep_lets_requests_stand_still_and_go_on_afterwards(fleet: LocalFleet, weights: Weights) -> None:
+    one = await sample(fleet, 300)
+    await one.has(5)
+    assert (await pause(fleet, mode=KEEP)).aborted_requests == 0
+    await resume(fleet)
+    assert await one.checked_spans({1: weights}) == [(1, 0, 300)]
+
+
+async def test_abort_ends_each_request_with_the_spans_of_its_tokens(fleet: LocalFleet, weights: Weights) -> None:
+    samples = [await sample(fleet, LONG) for _ in range(3)]
+    for one in samples:
+        await one.has(5)
+    answer = await pause(fleet, mode=ABORT)
+    assert answer.aborted_requests == 3
+    assert holds_of(answer.status) == {"OPERATOR"}
+    for one in samples:
+        assert await one.reason() == "ABORT"
+        assert await one.checked_spans({1: weights})
+    await resume(fleet)
+    assert await (await sample(fleet, 5)).reason() == "LENGTH"
+
+
+async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: Weights) -> None:
+    one = await sample(fleet, 300)
+    await one.has(5)
+    pausing = asyncio.create_task(pause(fleet, mode=WAIT))
+    await eventually(lambda: _held(fleet, "FINISHING"))
+    outside = await sample(fleet, 5)
+    answer = await pausing
+    assert (answer.aborted_requests, holds_of(answer.status)) == (0, {"OPERATOR"})
+    assert await one.reason() == "LENGTH"
+    assert outside.stamps == []
+    await resume(fleet)
+    assert await outside.reason() == "LENGTH"
+
+
+async def _held(fleet: LocalFleet, kind: str) -> bool:
+    return kind in holds_of(await fleet.status("e0"))
+
+
+@pytest.mark.parametrize(("fallback", "aborted"), [(ABORT, 1), (KEEP, 0)], ids=["abort", "keep"])
+async def test_a_wait_that_is_too_long_ends_as_was_said(
+    fleet: LocalFleet, weights: Weights, fallback: Any, aborted: int
+) -> None:
+    one = await sample(fleet, LONG)
+    await one.has(5)
+    request = lifecycle_pb2.PauseGenerationRequest()
+    request.wait_limit.FromMilliseconds(200)
+    answer = await pause(fleet, mode=WAIT, wait_limit=request.wait_limit, fallback=fallback)
+    assert (answer.aborted_requests, holds_of(answer.status)) == (aborted, {"OPERATOR"})
+    assert one.running is not bool(aborted) or await one.reason() == "ABORT"
+
+
+async def test_an_update_comes_while_requests_are_let_finish_and_they_go_on_under_it(
+    fleet: LocalFleet, weights: Weights
+) -> None:
+    one = await sample(fleet, LONG)
+    await one.has(5)
+    pausing = asyncio.create_task(pause(fleet, mode=WAIT))
+    await eventually(lambda: _held(fleet, "FINISHING"))
+    second = Weights()
+    assert (await fleet.push(second)).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+    count = len(one.stamps)
+    await one.has(count + 5)
+    await resume(fleet)
+    assert holds_of((await pausing).status) == set()
+    await told(fleet, "AbortRequests", lifecycle_pb2.AbortRequestsRequest)
+    spans = await one.checked_spans({1: weights, 2: second})
+    assert [number for number, _, _ in spans] == [1, 2]
+
+
+async def test_what_follows_a_wait_is_no_other_wait(fleet: LocalFleet, weights: Weights) -> None:
+    assert await reason_of(pause(fleet, mode=WAIT, fallback=WAIT)) == "INVALID_REQUEST"
+    assert await _is_open(fleet)
+
+
+async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, weights: Weights) -> None:
+    one = await sample(fleet, 300)
+    await one.has(5)
+    pausing = asyncio.create_task(pause(fleet, mode=WAIT))
+    await eventually(lambda: _held(fleet, "FINISHING"))
+    pausing.cancel()
+    assert await one.reason() == "LENGTH"
+    await eventually(lambda: _held(fleet, "OPERATOR"))
+    assert holds_of(await fleet.status("e0")) == {"OPERATOR"}
+
+
+# ---- requests -----------------------------------------------------------------------------------
+
+
+async def test_only_the_requests_that_are_named_end_and_those_once(fleet: LocalFleet, weights: Weights) -> None:
+    one, other = await sample(fleet, LONG, "one"), await sample(fleet, 300, "other")
+    await one.has(5)
+    await other.has(5)
+    named = {"request_ids": ["one", "nobody", "one"]}
+    ended = await told(fleet, "AbortRequests", lifecycle_pb2.AbortRequestsRequest, **named)
+    assert list(ended.request_ids) == ["one"]
+    assert await one.reason() == "ABORT"
+    assert await one.checked_spans({1: weights})
+    assert await other.checked_spans({1: weights}) == [(1, 0, 300)]
+
+
+# ---- caches -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def clearings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each time that the engine's caches were cleared by a command."""
+    noted: list[bool] = []
+    clear = MemoryEngine.clear_caches
+
+    async def note(engine: MemoryEngine) -> None:
+        await clear(engine)
+        noted.append(True)
+
+    monkeypatch.setattr(MemoryEngine, "clear_caches", note)
+    return noted
+
+
+async def test_a_flush_ends_no_request_and_borders_no_span(
+    fleet: LocalFleet, weights: Weights, clearings: list[bool]
+) -> None:
+    one = await sample(fleet, 300)
+    await one.has(5)
+    await flush(fleet)
+    assert clearings == [True]
+    assert await one.checked_spans({1: weights}) == [(1, 0, 300)]
+
+
+async def test_a_flush_opens_no_gate(fleet: LocalFleet, weights: Weights, clearings: list[bool]) -> None:
+    await pause(fleet)
+    await flush(fleet)
+    assert clearings == [True]
+    assert not await _is_open(fleet)
+
+
+async def test_a_draining_engines_requests_go_on_after_a_flush_also_under_a_version_of_yesterday(
+    fleet: LocalFleet, weights: Weights
+) -> None:
+    one = await sample(fleet, 400)
+    await one.has(5)
+    await told(fleet, "Drain", lifecycle_pb2.DrainRequest, owner="ann")
+    await flush(fleet)
+    assert await one.checked_spans({1: weights}) == [(1, 0, 400)]
+
+
+async def test_an_engine_that_sleeps_has_no_cache_to_flush(fleet: LocalFleet, weights: Weights) -> None:
+    await told(fleet, "Sleep", lifecycle_pb2.SleepRequest, owner="ann", level=1)
+    assert await reason_of(flush(fleet)) == "ENGINE_ASLEEP"
