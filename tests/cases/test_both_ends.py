@@ -22,6 +22,7 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, segments, toy_trainer
+from trainer_agent.agent.stuck import LOOK_SECONDS
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import (
     engine_pb2,
@@ -35,7 +36,8 @@ from weightplane.v1 import (
 
 PUSH_SECONDS = 4.0
 """Below the time that a repeat would need, so that the first failure is the push's."""
-MARGIN = 2.0
+MARGIN = LOOK_SECONDS + 2.0
+"""Beyond a limit: who was waited for is looked at first, and the machine may be busy."""
 
 
 async def pushed_in_vain(trainer: ToyTrainer, **script: Any) -> tuple[dict[str, Any], float]:
