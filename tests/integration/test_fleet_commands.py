@@ -45,8 +45,10 @@ async def weightplane(fleet: LocalFleet, *words: str) -> tuple[int, str, str]:
 
 async def push(fleet: LocalFleet, root: Path, steps: int) -> None:
     async with toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=9) as trainer:
-        ranks = await trainer.start_ranks(Script(steps=steps))
+        # A checkpoint is written beside training: a push that comes before its end writes none.
+        ranks = await trainer.start_ranks(Script(steps=steps, pause_before_step=1.0))
         assert [await r.code() for r in ranks] == [0, 0]
+    assert len((await fleet.view()).checkpoints) == steps
 
 
 async def test_engines_shows_what_each_holds_and_what_is_true_of_it(tmp_path: Path) -> None:
