@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from controlplane.coordinator.hub import Hub
-from controlplane.core.errors import DeadlineExceeded, PeerLost, UpdateAborted, WeightplaneError
+from controlplane.core.errors import DeadlineExceeded, NotWelcomed, PeerLost, UpdateAborted, WeightplaneError
 from controlplane.core.fleet_events import Carry, CarryEnded
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import engine_ref, version_to_proto
@@ -24,6 +24,9 @@ from weightplane.v1 import fleet_pb2, weight_update_pb2, weight_update_pb2_grpc
 log = structlog.get_logger(__name__)
 
 Request = weight_update_pb2.UpdateWeightsRequest
+WELCOME_SECONDS = 5.0
+"""How long an engine may take to read the welcome that it was sent."""
+WELCOME_PAUSE_SECONDS = 0.1
 
 _GO = (fleet_pb2.UPDATE_PHASE_GO, fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UPDATE_PHASE_DEGRADED)
 
@@ -53,7 +56,7 @@ class Carrier:
         log.info("carry_began", engine=engine_id, version=str(carry.version), checkpoint=carry.checkpoint.name)
         try:
             async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint) as channel:
-                await self._bring(weight_update_pb2_grpc.WeightUpdateStub(channel), carry)
+                await self._bring_welcomed(weight_update_pb2_grpc.WeightUpdateStub(channel), carry)
         except grpc.aio.AioRpcError as broken:
             error = from_rpc_error(broken)
         except TimeoutError:
@@ -66,6 +69,18 @@ class Carrier:
         reason = "NONE" if error is None else error.reason
         log.info("carry_ended", engine=engine_id, version=str(carry.version), reason=reason, text=str(error or ""))
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))
+
+    async def _bring_welcomed(self, stub: Any, carry: Carry) -> None:
+        """A carry may be faster than the welcome that its engine is still reading."""
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        while True:
+            try:
+                return await self._bring(stub, carry)
+            except grpc.aio.AioRpcError as broken:
+                if clock() - began > WELCOME_SECONDS or not isinstance(from_rpc_error(broken), NotWelcomed):
+                    raise
+            await asyncio.sleep(WELCOME_PAUSE_SECONDS)
 
     async def _bring(self, stub: Any, carry: Carry) -> None:
         """Until `applied`; raises what either side of the stream ended with, the engine's word first."""

@@ -8,15 +8,15 @@ from contextlib import asynccontextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import grpc
 import pytest
 
 from controlplane.coordinator.carrier import Carrier
-from controlplane.core.errors import UnknownUpdate
+from controlplane.core.errors import NotWelcomed, UnknownUpdate
 from controlplane.core.fleet_events import Carry, CarryEnded
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.plan import EnginePlace
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
+from controlplane.rpc.server import start_server
 from weightplane.v1 import version_pb2, weight_update_pb2, weight_update_pb2_grpc
 
 VERSION = WeightVersion(3, Term(1))
@@ -75,16 +75,40 @@ async def test_a_carry_that_breaks_before_its_first_frame_is_told_as_ended() -> 
     assert ended.error is not None
 
 
+class _LateEngine(weight_update_pb2_grpc.WeightUpdateServicer):
+    """Reads its welcome when it was asked twice already; then takes what comes."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def UpdateWeights(self, request_iterator: Any, context: Any) -> AsyncIterator[Response]:
+        self.asked += 1
+        if self.asked <= 2:
+            raise NotWelcomed(engine_id="e0")
+        yield Response(applied=weight_update_pb2.UpdateApplied(version=version_pb2.WeightVersion(term=1, number=3)))
+
+
+async def test_an_engine_that_has_not_read_its_welcome_yet_is_asked_again_at_once() -> None:
+    hub, engine = _Hub(RuntimeError()), _LateEngine()
+    async with _serving(engine) as endpoint:
+        carrier = Carrier(hub, LIMIT_SECONDS)  # type: ignore[arg-type]
+        carrier.start(_carry(endpoint))
+        ended = await asyncio.wait_for(hub.told.get(), LIMIT_SECONDS / 2)
+        await carrier.close()
+    assert (ended.error, engine.asked) == (None, 3)
+
+
 @asynccontextmanager
 async def _serving(servicer: weight_update_pb2_grpc.WeightUpdateServicer) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    weight_update_pb2_grpc.add_WeightUpdateServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
+    def register(server: Any) -> str:
+        weight_update_pb2_grpc.add_WeightUpdateServicer_to_server(servicer, server)
+        return "weightplane.v1.WeightUpdate"
+
+    server = await start_server("127.0.0.1:0", [register])
     try:
-        yield f"127.0.0.1:{port}"
+        yield server.address
     finally:
-        await server.stop(None)
+        await server.stop()
 
 
 def _carry(endpoint: str) -> Carry:
