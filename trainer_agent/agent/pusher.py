@@ -205,7 +205,8 @@ class Pusher:
         log.info("push_ended", reason=result.error_reason or "NONE", retry=result.retry, cause=result.error_message)
 
     def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:
-        """An error of ours is known to everybody; any other exception is the end of that rank, or of one before it."""
+        """An error of ours is known to everybody, but a peer's going away is better told by its own end; any other
+        exception is the end of that rank, or of one before it."""
         push = self._push
         error = typed_error(what.error_reason, what.error_metadata, what.cause)
         if not what.error_reason:
@@ -214,10 +215,11 @@ class Pusher:
             self.fail(error)
         elif isinstance(error, LinkFailed):
             push.link_failed(error)
-        elif what.error_reason:
+        elif what.error_reason and not isinstance(error, PeerLost):
             push.fail(error)
         else:  # a death that is told meanwhile is the first word
-            asyncio.get_running_loop().call_later(OTHERS_END_SECONDS, lambda: push.fail(error, final=True))
+            final = not what.error_reason
+            asyncio.get_running_loop().call_later(OTHERS_END_SECONDS, lambda: push.fail(error, final=final))
 
 
 def _base(begun: Iterable[rank_pb2.PushBegin]) -> weight_update_pb2.Base | None:
