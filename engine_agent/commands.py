@@ -88,4 +88,5 @@ async def _pause(life: EngineLife, how: Pause) -> int:
     if mode is not PauseMode.ABORT or not len(life.requests):
         return 0
     async with life.standing_still():
-        return len(life.requests.abort())
+        resumed = operator not in life.core.state.holds  # its owner's word came while an install was waited for
+        return 0 if resumed else len(life.requests.abort())

@@ -376,12 +376,16 @@ class EngineLife:
 
     @asynccontextmanager
     async def standing_still(self) -> AsyncIterator[None]:
-        """No forward pass runs, and no install; afterwards the gate decides again. Raises EngineDied."""
+        """No forward pass runs, and no install. Raises EngineDied, DeadlineExceeded.
+
+        Afterwards, also where the engine did not stand still in time, the gate decides again: it opens by what the
+        engine holds and who holds it, and by nothing else (INV-4).
+        """
         async with self._lock:
             ran = self._scheduler_runs
-            await self._stop_scheduler()
-            await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
             try:
+                await self._stop_scheduler()
+                await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
                 yield
             finally:
                 await self._follow_gate(ran=ran)

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane.core.errors import DeadlineExceeded
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory_engine import MemoryEngine
 from tests.cases.samples import PROMPT, LiveSample
@@ -217,6 +218,23 @@ async def test_a_flush_ends_no_request_and_borders_no_span(
     await flush(fleet)
     assert clearings == [True]
     assert await one.checked_spans({1: weights}) == [(1, 0, 300)]
+
+
+async def test_an_engine_that_does_not_stand_still_in_time_for_a_flush_serves_on(
+    fleet: LocalFleet, weights: Weights, clearings: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = await sample(fleet, 400)
+    await one.has(5)
+
+    async def never(engine: MemoryEngine) -> Any:
+        raise DeadlineExceeded(phase="quiesce", waited_for="e0", waited_seconds=1.0)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MemoryEngine, "quiesce", never)
+        assert await reason_of(flush(fleet)) == "DEADLINE_EXCEEDED"
+    assert clearings == []
+    assert await one.checked_spans({1: weights}) == [(1, 0, 400)]
+    assert await (await sample(fleet, 5)).reason() == "LENGTH"
 
 
 async def test_a_flush_opens_no_gate(fleet: LocalFleet, weights: Weights, clearings: list[bool]) -> None:

@@ -150,7 +150,7 @@ class LifecycleServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ResumeGeneration(self, request, context):
-        """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
+        """End one's own holds OPERATOR, FINISHING and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
         operator's resume in mid-install opens nothing.
 
         Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).

@@ -66,7 +66,7 @@ class LifecycleStub:
     Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
     ResumeGeneration: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.ResumeGenerationRequest, _lifecycle_pb2.ResumeGenerationResponse]
-    """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
+    """End one's own holds OPERATOR, FINISHING and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
     operator's resume in mid-install opens nothing.
 
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
@@ -155,7 +155,7 @@ class LifecycleAsyncStub(LifecycleStub):
     Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
     ResumeGeneration: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.ResumeGenerationRequest, _lifecycle_pb2.ResumeGenerationResponse]  # type: ignore[assignment]
-    """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
+    """End one's own holds OPERATOR, FINISHING and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
     operator's resume in mid-install opens nothing.
 
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
@@ -271,7 +271,7 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
         request: _lifecycle_pb2.ResumeGenerationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lifecycle_pb2.ResumeGenerationResponse, _abc.Awaitable[_lifecycle_pb2.ResumeGenerationResponse]]:
-        """End one's own holds OPERATOR and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
+        """End one's own holds OPERATOR, FINISHING and DRAINING. The gate opens when the last hold is gone and the applied version is served; an
         operator's resume in mid-install opens nothing.
 
         Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
