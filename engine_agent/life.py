@@ -11,15 +11,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
 
-from controlplane import failpoints
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Life, Poisoned, Residency, Timings
+from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Life, Poisoned, Residency
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -30,7 +29,8 @@ from controlplane.core.errors import (
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
-from engine_agent.engine import CanaryReport, Engine, EngineFacts, InstallReport
+from engine_agent.engine import Engine, EngineFacts
+from engine_agent.installing import Applied, Install
 from engine_agent.kept_base import BaseKeeper
 from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
@@ -43,18 +43,6 @@ PROBE_SECONDS = 1.0
 """Between two round trips through the engine: one that dies while nobody asks it anything is noticed in this time."""
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""
-
-
-@dataclass(frozen=True, slots=True)
-class Applied:
-    """What an install found out, for the writer."""
-
-    report: InstallReport
-    changed_tensors: int | None
-    """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
-    canary: CanaryReport
-    timings: Timings
-    content_digest: bytes
 
 
 class EngineLife:
@@ -241,7 +229,7 @@ class EngineLife:
     async def _install(self, stream: int, update: events.Update) -> None:
         async with self._lock:
             try:
-                await self._install_locked(stream, update)
+                await Install(self, self._receivers[stream], update).run()
             except (InstallTimedOut, EngineDied) as error:
                 await self._lost_in_install(error)
             except InstallFailed as error:
@@ -253,39 +241,23 @@ class EngineLife:
             finally:
                 self.drop(stream)
 
-    async def _install_locked(self, stream: int, update: events.Update) -> None:
-        failpoints.hit("engine.before_install")
-        began = time.monotonic()
-        await self._stop_scheduler()
-        await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
-        quiesced = time.monotonic()
-        staged = self._receivers[stream].staged(update.version.label)
-        self.apply(events.Quiesced())  # INV-1: unset from here on
-        failpoints.hit("engine.mid_install")
-        report = await self.engine.install(staged)
-        installed = time.monotonic()
-        canary = await self.engine.canary()
-        timings = Timings(
-            quiesce=quiesced - began,
-            install=report.load_seconds,
-            caches=report.cache_seconds,
-            canary=time.monotonic() - installed,
-        )
-        failpoints.hit("engine.after_install")
-        changed = self._note_checksums(update)
-        self._applied[update.update_id] = Applied(report, changed, canary, timings, update.content_digest)
-        self.apply(events.CanaryPassed(timings))
-        if self.base.take(update, self._receivers[stream]):
-            del self._receivers[stream]
-        log.info("weights_applied", version=update.version.number, update_id=update.update_id, timings=str(timings))
-
-    def _note_checksums(self, update: events.Update) -> int | None:
+    def note_checksums(self, update: events.Update) -> int | None:
         """How many tensors differ from the last install's, by their checksums."""
         assert update.assembly is not None  # it was committed
         tensors = update.assembly.layout.tensors
         fresh = {t.name: update.assembly.checksum(i) for i, t in enumerate(tensors)}
         before, self._checksums = self._checksums, fresh
         return sum(before.get(name) != checksum for name, checksum in fresh.items()) if before else None
+
+    def applied(self, update: events.Update, receiver: Receiver, found: Applied) -> None:
+        """INV-1: the version is claimed in the step that finished, with what the install found out beside it."""
+        self._applied[update.update_id] = found
+        self.apply(events.CanaryPassed(found.timings))
+        if self.base.take(update, receiver):
+            del self._receivers[update.stream]
+        log.info(
+            "weights_applied", version=update.version.number, update_id=update.update_id, timings=str(found.timings)
+        )
 
     def _refused(self, error: WeightplaneError, *, touched: bool) -> None:
         """INV-4: nothing is resumed here; the gate opens only if the weights are whole and served."""
@@ -314,7 +286,7 @@ class EngineLife:
 
     async def _sleep(self, level: int) -> None:
         async with self._lock:
-            await self._stop_scheduler()
+            await self.stop_scheduler()
             await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
             await self.engine.sleep(level)
 
@@ -363,7 +335,7 @@ class EngineLife:
         if steps and not self._scheduler_runs and state.applied is not None:
             await self._start_scheduler(state.applied)
         elif not steps and self._scheduler_runs and state.life is Life.RUNNING and not state.installing:
-            await self._stop_scheduler()  # an install does it itself: if that fails the old version serves on (INV-4)
+            await self.stop_scheduler()  # an install does it itself: if that fails the old version serves on (INV-4)
 
     def _may_step(self, *, ran: bool) -> bool:
         """The gate is open, or only what lets requests finish shuts it: nobody enters, and who is in goes on to the
@@ -384,7 +356,7 @@ class EngineLife:
         async with self._lock:
             ran = self._scheduler_runs
             try:
-                await self._stop_scheduler()
+                await self.stop_scheduler()
                 await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
                 yield
             finally:
@@ -396,7 +368,7 @@ class EngineLife:
         self._scheduler_runs = True
         self.state.set(self.core.state)  # wakes those who wait to enter
 
-    async def _stop_scheduler(self) -> None:
+    async def stop_scheduler(self) -> None:
         if not self._scheduler_runs:
             return
         self._scheduler_runs = False  # nobody enters any more

@@ -9,7 +9,7 @@ from controlplane.core.errors import FrameInvalid
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.codec import version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import timings_to_proto
-from engine_agent.life import Applied
+from engine_agent.installing import Applied
 from engine_agent.receivers import Buffer
 from engine_agent.receivers.links import LinkPlace
 from weightplane.v1 import layout_pb2, weight_update_pb2
