@@ -30,6 +30,8 @@ class EngineFacts:
     max_logprobs: int
     expected: Expected
     """Names, shapes and dtypes that an update must cover (safetensors headers of the model path)."""
+    max_requests: int
+    """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
     """Of `staged`, `rollback`, `sleep`, `prefix_cache`. Deltas are the agent's: an engine is given whole versions."""
     pids: tuple[int, ...]
@@ -99,6 +101,8 @@ class GenerationDelta:
     """`stop`, `length`, `abort`, or None while running."""
     stop_reason: str = ""
     cached_prompt_tokens: int = 0
+    prompt_logprobs: tuple[float, ...] = ()
+    """Entry i belongs to prompt token i + 1; on one delta, where `sampling.prompt_logprobs`."""
     engine_spans: tuple[tuple[str, int, int], ...] = ()
     """The engine's own (label, start, end) spans over this request's tokens, on the last delta."""
 

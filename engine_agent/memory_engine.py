@@ -20,7 +20,7 @@ import xxhash
 
 from controlplane import failpoints
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
-from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed
+from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
 from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
@@ -48,6 +48,7 @@ class MemorySettings:
     dtype: DType = DType.F32
     vocab_size: int = 256
     max_model_len: int = 4096
+    max_requests: int = 256
     seconds_per_token: float = 0.0
     """How long a token takes; 0 yields to the loop only."""
     install_seconds: float = 0.0
@@ -106,6 +107,7 @@ class MemoryEngine:
             vocab_size=self._settings.vocab_size,
             max_model_len=self._settings.max_model_len,
             max_logprobs=0,
+            max_requests=self._settings.max_requests,
             expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
             capabilities=frozenset(
                 {"staged", "rollback", SLEEP} if self._settings.can_sleep else {"staged", "rollback"}
@@ -117,6 +119,8 @@ class MemoryEngine:
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
     ) -> AsyncGenerator[GenerationDelta, None]:
+        for name in sampling.extra:
+            raise InvalidRequest(f"sampling.extra.{name}", "an in-memory engine has no such field")
         live = self._live[request_id] = _Live()
         try:
             for position in range(sampling.max_tokens):
@@ -129,6 +133,7 @@ class MemoryEngine:
                     () if sampling.logprobs is None else (self._logprob(token),),
                     finish_reason="stop" if stopped else "length" if last else None,
                     stop_reason=str(token) if stopped else "",
+                    prompt_logprobs=self._scores(prompt_token_ids, sampling) if not position else (),
                     engine_spans=tuple(live.spans) if stopped or last else (),
                 )
                 if stopped:
@@ -154,6 +159,11 @@ class MemoryEngine:
             self._stepping -= 1
             if not self._stepping:
                 self._still.set()
+
+    def _scores(self, prompt: Sequence[int], sampling: SamplingSettings) -> tuple[float, ...]:
+        if not sampling.prompt_logprobs:
+            return ()
+        return tuple(score_of(self._weights, prompt, i) for i in range(1, len(prompt)))
 
     def _logprob(self, token: int) -> float:
         return -math.log(self._settings.vocab_size) - token / (1000.0 * self._settings.vocab_size)
@@ -257,6 +267,12 @@ def token_of(weights: bytes, prompt: Sequence[int], position: int, vocab_size: i
     """The token that these weights make after this prompt at this position."""
     h = hashlib.sha256(weights + repr((tuple(prompt), position)).encode()).digest()
     return int.from_bytes(h[:4], "big") % vocab_size
+
+
+def score_of(weights: bytes, prompt: Sequence[int], position: int) -> float:
+    """How probable these weights find the prompt's token at this position, given those before it; natural log."""
+    h = hashlib.sha256(weights + repr((tuple(prompt[: position + 1]), "score")).encode()).digest()
+    return -float(int.from_bytes(h[:4], "big")) / 2**30
 
 
 def _digest_of(staged: StagedWeights, index: int) -> bytes:

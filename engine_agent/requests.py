@@ -9,7 +9,7 @@ request ends `abort` with the spans it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 
@@ -21,6 +21,9 @@ from controlplane.core.versions import WeightVersion
 from engine_agent.engine import Engine, GenerationDelta, LiveRequests
 
 log = structlog.get_logger(__name__)
+
+VERSION_CHANGED = "version_changed"
+"""How a request ends that wanted one version only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +59,48 @@ class _Request:
     behind_border: bool = False
     """The gate shut: what comes from now on belongs to the next version."""
     waiting: list[GenerationDelta] = field(default_factory=list)
+    exact: bool = False
+    """Of one version or of none: another one ends it."""
     ended: bool = False
     """Its last part is made: nothing follows."""
     out: asyncio.Queue[Part | WeightplaneError] = field(default_factory=asyncio.Queue)
     """Bounded by the request's max_tokens."""
     pump: asyncio.Task[None] | None = None
+
+
+class Parts:
+    """The parts of one live request, as an iterator. Whoever has it comes to its end or closes it, which aborts it.
+
+    Iterating raises EngineDied, SpanMismatch, InvalidRequest.
+    """
+
+    def __init__(self, request: _Request, forget: Callable[[_Request], None]) -> None:
+        self._request = request
+        self._forget = forget
+        self._over = False
+
+    def __aiter__(self) -> Parts:
+        return self
+
+    async def __anext__(self) -> Part:
+        if self._over:
+            raise StopAsyncIteration
+        try:
+            item = await self._request.out.get()
+        except BaseException:
+            await self.aclose()
+            raise
+        if isinstance(item, WeightplaneError):
+            await self.aclose()
+            raise item
+        if item.delta.finish_reason is not None:
+            await self.aclose()
+        return item
+
+    async def aclose(self) -> None:
+        """Idempotent."""
+        self._over = True
+        self._forget(self._request)
 
 
 class Requests:
@@ -83,32 +123,36 @@ class Requests:
         """Wait until there is none."""
         await self._none.wait()
 
-    async def run(
-        self, request_id: str, version: WeightVersion, prompt: Sequence[int], sampling: SamplingSettings, name: str = ""
-    ) -> AsyncGenerator[Part, None]:
-        """Generate under `version`. `request_id` is used once, `name` is the caller's. Closing the iterator aborts.
+    def run(
+        self,
+        request_id: str,
+        version: WeightVersion,
+        prompt: Sequence[int],
+        sampling: SamplingSettings,
+        name: str = "",
+        *,
+        exact: bool = False,
+    ) -> Parts:
+        """Generate under `version`. `request_id` is used once, `name` is the caller's. It is in from this call on: a
+        border is drawn around it, or it is not.
 
-        Raises EngineDied, SpanMismatch.
+        `exact`: another version ends it, as `version_changed`.
         """
-        request = _Request(request_id, name or request_id, version, behind_border=self._shut)
+        request = _Request(request_id, name or request_id, version, behind_border=self._shut, exact=exact)
         self._live[request_id] = request
         self._none.clear()
         request.pump = asyncio.create_task(self._pump(request, prompt, sampling))
         self._counted()
-        try:
-            while True:
-                item = await request.out.get()
-                if isinstance(item, WeightplaneError):
-                    raise item
-                yield item
-                if item.delta.finish_reason is not None:
-                    return
-        finally:
-            request.pump.cancel()
-            del self._live[request_id]
-            if not self._live:
-                self._none.set()
-            self._counted()
+        return Parts(request, self._forget)
+
+    def _forget(self, request: _Request) -> None:
+        if self._live.pop(request.request_id, None) is None:
+            return
+        assert request.pump is not None  # it ran from the start
+        request.pump.cancel()
+        if not self._live:
+            self._none.set()
+        self._counted()
 
     # ---- the gate's side ----
 
@@ -126,6 +170,9 @@ class Requests:
         self._shut = False
         for request in self._live.values():
             request.behind_border = False
+            if request.exact and request.version != version and not request.ended:
+                request.waiting.clear()
+                self._finish(request, GenerationDelta((), (), finish_reason=VERSION_CHANGED))
             request.version = version
             waiting, request.waiting = request.waiting, []
             for delta in waiting:

@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from controlplane.core import errors as e
-from controlplane.core.engine_state import EngineState, HoldKind, Life, Poisoned
 from controlplane.core.sampling import SamplingSettings
-from controlplane.core.versions import WeightVersion
-from controlplane.rpc.codec import sampling_from_proto, seconds_from_proto, version_from_proto, version_to_proto
-from engine_agent.engine import EngineFacts
-from engine_agent.life import EngineLife, EngineLifeHolder
-from engine_agent.requests import Part, Span
+from controlplane.rpc.codec import pin_from_proto, sampling_from_proto, version_to_proto
+from engine_agent.entry import check_identity, check_request, check_scored, enter, wait_of
+from engine_agent.life import EngineLifeHolder
+from engine_agent.merging import merged
+from engine_agent.requests import VERSION_CHANGED, Part, Parts, Span
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
-
-DEFAULT_WAIT_SECONDS = 30.0
-MAX_WAITING = 1024
-"""Requests that wait outside the gate; one more is refused at once."""
 
 _REASONS = {
     "stop": rollout_pb2.FINISH_REASON_STOP,
     "length": rollout_pb2.FINISH_REASON_LENGTH,
     "abort": rollout_pb2.FINISH_REASON_ABORT,
+    VERSION_CHANGED: rollout_pb2.FINISH_REASON_VERSION_CHANGED,
 }
 
 
@@ -38,98 +36,77 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
         life = self._holder.life
-        _check_identity(life, request)
-        sampling = sampling_from_proto(request.sampling)
+        check_identity(life, request)
+        sampling = sampling_from_proto(request.sampling, request.priority)
         if life.facts is not None:
             check_request(life.facts, request.prompt_token_ids, sampling)
-        version = await _enter(life, request)
-        # No await between the open gate and the registration: the border is drawn around this request, or not.
-        unique = f"{request.request_id or 'generate'}-{uuid.uuid4().hex[:12]}"
-        parts = life.requests.run(unique, version, request.prompt_token_ids, sampling, request.request_id)
-        async with aclosing(parts) as open_parts:
-            async for part in open_parts:
-                yield _response(part, len(request.prompt_token_ids))
+        pin = pin_from_proto(request.pin)
+        version = await enter(life, pin, wait_of(request.wait if request.HasField("wait") else None))
+        # No await between the open gate and the registration: the border is drawn around these requests, or not.
+        runs = [
+            life.requests.run(
+                _unique(request.request_id, "generate"),
+                version,
+                request.prompt_token_ids,
+                one,
+                request.request_id,
+                exact=pin.exact_version is not None,
+            )
+            for one in _each(sampling)
+        ]
+        async with aclosing(merged(runs)) as parts:
+            async for index, part in parts:
+                yield _response(part, len(request.prompt_token_ids), index)
+
+    async def Score(self, request: rollout_pb2.ScoreRequest, context: Any) -> rollout_pb2.ScoreResponse:
+        life = self._holder.life
+        check_identity(life, request)
+        if life.facts is not None:
+            check_scored(life.facts, request.token_ids)
+        pin = pin_from_proto(request.pin)
+        version = await enter(life, pin, wait_of(request.wait if request.HasField("wait") else None))
+        sampling = SamplingSettings(max_tokens=1, temperature=0.0, prompt_logprobs=True, priority=request.priority)
+        unique = _unique(request.request_id, "score")
+        run = life.requests.run(unique, version, request.token_ids, sampling, request.request_id, exact=True)
+        async with aclosing(run) as parts:
+            scores = await _scores(unique, parts)
+        if len(scores) != len(request.token_ids) - 1 or not all(map(math.isfinite, scores)):
+            raise e.ScoreIncomplete(
+                request_id=unique, expected=len(request.token_ids) - 1, got=sum(map(math.isfinite, scores))
+            )
+        return rollout_pb2.ScoreResponse(logprobs=scores, version=version_to_proto(version))
+
+    async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
+        life = self._holder.life
+        check_identity(life, request)
+        return rollout_pb2.AbortResponse(request_ids=life.requests.abort(frozenset(request.request_ids)))
 
 
-def check_request(facts: EngineFacts, prompt: Any, sampling: SamplingSettings) -> None:
-    """Refuse what the engine would die of, or change in silence. Raises InvalidRequest."""
-    _check_ids("prompt_token_ids", prompt, facts.vocab_size)
-    _check_ids("sampling.stop_token_ids", sampling.stop_token_ids, facts.vocab_size)
-    room = facts.max_model_len - len(prompt)
-    if sampling.max_tokens > room:
-        raise e.InvalidRequest(
-            "sampling.max_tokens",
-            f"{len(prompt)} prompt tokens and {sampling.max_tokens} more pass the engine's {facts.max_model_len}",
-        )
-    checks = [
-        ("temperature", 0.0 <= sampling.temperature <= 100.0, "must be between 0 and 100"),
-        ("top_p", 0.0 < sampling.top_p <= 1.0, "must be above 0 and at most 1"),
-        ("min_p", 0.0 <= sampling.min_p <= 1.0, "must be between 0 and 1"),
-        ("min_tokens", sampling.min_tokens <= sampling.max_tokens, "must be at most max_tokens"),
-        ("presence_penalty", -2.0 <= sampling.presence_penalty <= 2.0, "must be between -2 and 2"),
-        ("frequency_penalty", -2.0 <= sampling.frequency_penalty <= 2.0, "must be between -2 and 2"),
-        ("repetition_penalty", 0.0 < sampling.repetition_penalty <= 100.0, "must be above 0 and at most 100"),
-    ]
-    for name, good, problem in checks:
-        if not good:
-            raise e.InvalidRequest(f"sampling.{name}", problem)
+def _unique(name: str, kind: str) -> str:
+    return f"{name or kind}-{uuid.uuid4().hex[:12]}"
 
 
-def _check_ids(field: str, ids: Any, vocab_size: int) -> None:
-    if len(ids) and max(ids) >= vocab_size:
-        raise e.InvalidRequest(field, f"{max(ids)} is outside of the vocabulary of {vocab_size}")
+def _each(sampling: SamplingSettings) -> list[SamplingSettings]:
+    """One for each of the samples asked for."""
+    seeds = [None if sampling.seed is None else sampling.seed + i for i in range(sampling.n)]
+    return [replace(sampling, n=1, seed=seed) for seed in seeds]
 
 
-def _check_identity(life: EngineLife, request: rollout_pb2.GenerateRequest) -> None:
-    state = life.core.state
-    if request.run_id != state.run_id:
-        raise e.WrongRun(expected=state.run_id, got=request.run_id)
-    if request.model != state.model:
-        raise e.WrongModel(expected=state.model, got=request.model)
+async def _scores(request_id: str, parts: Parts) -> tuple[float, ...]:
+    """The prompt's logprobs, all of the version that the request began with."""
+    scores: tuple[float, ...] = ()
+    async for part in parts:
+        scores = scores or part.delta.prompt_logprobs
+        if part.delta.finish_reason == VERSION_CHANGED:
+            raise e.VersionChanged(request_id=request_id)
+        if part.delta.finish_reason == "abort":
+            raise e.RequestAborted(request_id=request_id)
+    return scores
 
 
-async def _enter(life: EngineLife, request: rollout_pb2.GenerateRequest) -> WeightVersion:
-    """Wait outside the gate until it is open and the pin is met; the version to begin with."""
-    wanted = version_from_proto(request.min_version) if request.HasField("min_version") else None
-    limit = seconds_from_proto(request.wait) if request.HasField("wait") else DEFAULT_WAIT_SECONDS
-    if life.waiting >= MAX_WAITING:
-        raise e.LimitExceeded(what="requests waiting outside the gate", limit=MAX_WAITING, got=life.waiting + 1)
-
-    def may_enter(state: EngineState) -> bool:
-        if state.life in (Life.STOPPING, Life.DEAD):
-            raise e.EngineNotReady(engine_id=state.engine_id, holds=state.life.value)
-        if isinstance(state.weights, Poisoned) and not state.installing:
-            raise e.EnginePoisoned(engine_id=state.engine_id, cause=state.weights.cause)
-        draining = state.held_by(HoldKind.DRAINING)
-        if draining is not None:
-            raise e.EngineDraining(engine_id=state.engine_id, owner=draining)
-        applied = state.applied
-        return life.open and applied is not None and (wanted is None or applied.number >= wanted.number)
-
-    life.waiting += 1
-    try:
-        state = await life.state.wait_for(may_enter, limit)
-    except TimeoutError:
-        raise _not_entered(life, wanted) from None
-    finally:
-        life.waiting -= 1
-    applied = state.applied
-    assert applied is not None  # may_enter saw it, and nothing ran since
-    return applied
-
-
-def _not_entered(life: EngineLife, wanted: WeightVersion | None) -> e.WeightplaneError:
-    state = life.core.state
-    if wanted is not None and (state.applied is None or state.applied.number < wanted.number):
-        applied = "unset" if state.applied is None else str(state.applied)
-        return e.VersionUnavailable(wanted=str(wanted), applied=applied)
-    holds = ", ".join(sorted(map(str, state.holds))) or state.word(life.core.served)
-    return e.EngineNotReady(engine_id=state.engine_id, holds=holds)
-
-
-def _response(part: Part, prompt_tokens: int) -> rollout_pb2.GenerateResponse:
+def _response(part: Part, prompt_tokens: int, index: int) -> rollout_pb2.GenerateResponse:
     delta = part.delta
-    message = rollout_pb2.GenerateResponse(token_ids=delta.token_ids, logprobs=delta.logprobs)
+    message = rollout_pb2.GenerateResponse(token_ids=delta.token_ids, logprobs=delta.logprobs, index=index)
     if delta.token_ids:
         message.version.CopyFrom(version_to_proto(part.version))
     if delta.finish_reason is not None:

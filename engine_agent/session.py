@@ -29,7 +29,7 @@ from controlplane.core.errors import (
 from controlplane.core.versions import ModelName, Term
 from controlplane.devices import host_id
 from controlplane.rpc.channels import open_channel
-from controlplane.rpc.codec import seconds_from_proto, version_from_proto
+from controlplane.rpc.codec import commit_from_proto, seconds_from_proto, version_from_proto
 from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
 from engine_agent.life import EngineLife
@@ -139,7 +139,8 @@ class Session:
         for model in state.models:
             if model.model == mine:
                 served = frozenset(version_from_proto(v) for v in model.served)
-                self._life.apply(events.FleetChanged(coordinator_term, Term(model.term), served))
+                commits = tuple(commit_from_proto(c) for c in model.commits)
+                self._life.apply(events.FleetChanged(coordinator_term, Term(model.term), served, commits))
 
     async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
         """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it
@@ -181,4 +182,5 @@ class Session:
             unit_size=self._member.unit_size,
             life=life.number,
             transports=self._member.transports,
+            max_requests=facts.max_requests,
         )

@@ -12,12 +12,14 @@ from controlplane.core.names import natural_key
 from controlplane.core.plan_costs import SenderCost, engine_costs, sender_costs
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName
-from controlplane.rpc.codec import engine_ref, version_to_proto
+from controlplane.rpc.codec import commit_to_proto, engine_ref, version_to_proto
 from controlplane.rpc.engine_codec import STAGES, conditions_to_proto, refusal_to_proto, state_to_proto, timestamp
 from controlplane.rpc.plan_codec import TRANSPORTS, load_to_proto, plan_to_proto
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 T = TypeVar("T")
+COMMITS_TOLD = 8
+"""To agents, in each state; they remember those before."""
 _PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
 
 
@@ -30,6 +32,7 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
             served=[version_to_proto(v) for v in core.served_to(session, name)],
             ordinal=m.ordinal,
             frozen=m.frozen,
+            commits=[commit_to_proto(c) for c in m.commits.latest[-COMMITS_TOLD:]],
         )
         for name, m in sorted(core.models.items())
     ]
@@ -43,6 +46,7 @@ def routes(core: FleetCore, model: ModelName, revision: int) -> fleet_pb2.WatchR
         revision=revision,
         routes=[_route(r) for r in found],
         served=[version_to_proto(v) for v in core.model(model).served],
+        commits=[commit_to_proto(c) for c in core.model(model).commits.latest],
     )
 
 
@@ -145,6 +149,7 @@ def _route(record: EngineRecord) -> fleet_pb2.Route:
         engine=engine_ref(record.place.engine_id, record.place.incarnation),
         endpoint=record.place.endpoint,
         live_requests=record.state.live_requests,
+        max_requests=record.place.max_requests,
     )
     if record.state.applied is not None:
         route.applied.CopyFrom(version_to_proto(record.state.applied))

@@ -68,6 +68,7 @@ from controlplane.core.engine_state import (
     Unset,
     Weights,
 )
+from controlplane.core.lag import Commits
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.versions import FROZEN, NO_TERM, Term, WeightVersion
 
@@ -86,6 +87,8 @@ class EngineCore:
         """`term`, `coordinator_term` and `number` are the highest that the agent's disk remembers (INV-7)."""
         self.state = state
         self.served: frozenset[WeightVersion] = frozenset()
+        self.commits = Commits()
+        """Of the model's fleet, as far as this life was told: what a pin's lag is counted in."""
         self.term = term
         self.coordinator_term = coordinator_term
         self.number = number
@@ -162,6 +165,7 @@ class EngineCore:
             raise e.StaleTerm(model="(coordinator)", got=event.coordinator_term, current=self.coordinator_term)
         self.welcomed = True
         self.served = event.served
+        self.commits.note(event.commits)
         return [*self._see_terms(event.term, event.coordinator_term), Report()]
 
     def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[Effect]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
 from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
+from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
@@ -36,6 +37,8 @@ class FleetChanged:
     coordinator_term: Term
     term: Term
     served: frozenset[WeightVersion]
+    commits: tuple[FleetCommit, ...] = ()
+    """The model's latest fleet commits, oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

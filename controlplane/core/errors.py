@@ -15,7 +15,7 @@
     │   └── requests       InvalidRequest, EnginePoisoned, EngineNotReady, EngineAsleep, EngineDraining,
     │                      UnsupportedByEngine
     └── Failed             something was tried and did not work; the text says what is true now
-        ├── InstallFailed, InstallTimedOut, CanaryFailed, SpanMismatch, EngineDied
+        ├── InstallFailed, InstallTimedOut, CanaryFailed, SpanMismatch, ScoreIncomplete, EngineDied
         └── UpdateFailed, CheckFailed, DeadlineExceeded, PeerLost, LinkFailed, IpcNotPossible, LedgerError
 
 Each class has one `reason` (ErrorInfo.reason on the wire) and its ids and numbers as attributes,
@@ -364,6 +364,33 @@ class VersionUnavailable(Refused):
     template = "wanted version {wanted}, the engine applied {applied}"
     wanted: str
     applied: str
+
+
+@dataclass(eq=False)
+class VersionChanged(Refused):
+    """Another version was installed while a request ran that is of one version or of none."""
+
+    reason = "VERSION_CHANGED"
+    template = "another version was installed while {request_id} ran"
+    request_id: str
+
+
+@dataclass(eq=False)
+class RequestAborted(Refused):
+    reason = "REQUEST_ABORTED"
+    template = "{request_id} was aborted in the engine"
+    request_id: str
+
+
+@dataclass(eq=False)
+class ScoreIncomplete(Failed):
+    """A missing log probability is an error, and never a number."""
+
+    reason = "SCORE_INCOMPLETE"
+    template = "the engine gave {got} of {expected} log probabilities for {request_id}"
+    request_id: str
+    expected: int
+    got: int
 
 
 # ---- frames -------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from controlplane.core.conditions import Condition
 from controlplane.core.engine_state import EngineState, HoldKind, Life, Refusal, Residency
+from controlplane.core.lag import Commits
 from controlplane.core.plan import HOST_MEMORY, EnginePlace, Load, RankPlace, Transport
 from controlplane.core.planner import Way
 from controlplane.core.update_transaction import Outcome, Phase
@@ -92,6 +93,8 @@ class ModelRecord:
     """Content digest of each served version, where an engine's report told it."""
     checkpoints: dict[int, CheckpointKept] = field(default_factory=dict)
     """By number: what a coordinator can bring by itself."""
+    commits: Commits = field(default_factory=Commits)
+    """The latest; what lag is counted in."""
 
     @property
     def frozen(self) -> bool:

@@ -22,12 +22,14 @@ from controlplane.core.fleet_events import (
 from controlplane.core.fleet_plans import Asked, plan_of, policy_of, taking_part
 from controlplane.core.fleet_records import (
     EngineAsked,
+    ModelRecord,
     RequestKnown,
     UpdateBegan,
     UpdateDecided,
     UpdateRolled,
     UpdateWentGo,
 )
+from controlplane.core.lag import FleetCommit
 from controlplane.core.plan import Plan
 from controlplane.core.planner import checkpoint_plan
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
@@ -238,7 +240,8 @@ def _roll(book: Book, update: UpdateTransaction) -> list[Effect]:
     """Serve the new version beside the old one, from its first unit on: in the ledger before anyone is told."""
     model = book.model(update.model)
     update.rolled = True
-    model.served, model.ordinal = (*model.served[-1:], update.version), model.ordinal + 1
+    model.served = (*model.served[-1:], update.version)
+    _count_commit(model, update)
     _note_digest(book, update)
     rolled = UpdateRolled(update.update_id, update.model, model.served, model.ordinal, update.content_digest)
     return [Save(rolled), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
@@ -249,7 +252,9 @@ def finish(book: Book, update: UpdateTransaction, phase: Phase, cause: str) -> l
     model = book.model(update.model)
     update.phase, update.cause = phase, cause
     if update.committed:
-        model.served, model.ordinal = _served_after(book, update), model.ordinal + (not update.rolled)
+        model.served = _served_after(book, update)
+        if not update.rolled:
+            _count_commit(model, update)
         _note_digest(book, update)
         _count_the_late(book, update)
     decided = UpdateDecided(
@@ -263,6 +268,11 @@ def finish(book: Book, update: UpdateTransaction, phase: Phase, cause: str) -> l
         tuple(update.outcomes.values()),
     )
     return [Save(decided), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
+
+
+def _count_commit(model: ModelRecord, update: UpdateTransaction) -> None:
+    model.ordinal += 1
+    model.commits.note([FleetCommit(update.version, model.ordinal)])
 
 
 def _served_after(book: Book, update: UpdateTransaction) -> tuple[WeightVersion, ...]:

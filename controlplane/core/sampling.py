@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,6 +17,7 @@ class SamplingSettings:
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    """Of the first sample; sample i has this plus i."""
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -23,3 +26,11 @@ class SamplingSettings:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    n: int = 1
+    """Samples of one prompt."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """Any other field of vLLM's SamplingParams, by its name; plain JSON values."""
+    priority: int = 0
+    """Not of the sampling, but of its request: lower goes before."""
+    prompt_logprobs: bool = False
+    """The prompt's logprobs too, at temperature 1: what a score asks for."""

@@ -25,6 +25,7 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
+from controlplane.core.lag import Commits, FleetCommit
 from controlplane.core.versions import FROZEN, NO_TERM, EngineId, ModelName, RunId, Term, UpdateId
 
 
@@ -126,6 +127,8 @@ class MemoryLedger:
         model = self._model(record.model)
         told = {version: record.content_digest} if record.content_digest else {}
         known = model.digests | told
+        if record.ordinal > model.ordinal:
+            model.commits.note([FleetCommit(version, record.ordinal)])
         model.served, model.ordinal = record.served, record.ordinal
         model.digests = {v: known[v] for v in record.served if v in known}
 
@@ -158,7 +161,11 @@ class MemoryLedger:
         terms |= {m: max(term, terms.get(m, NO_TERM)) for m, term in self._floor_terms.items()}
         return {
             name: replace(
-                kept, term=terms.get(name, NO_TERM), digests=dict(kept.digests), checkpoints=dict(kept.checkpoints)
+                kept,
+                term=terms.get(name, NO_TERM),
+                digests=dict(kept.digests),
+                checkpoints=dict(kept.checkpoints),
+                commits=Commits(list(kept.commits.latest)),
             )
             for name in [*self._served, *terms]
             for kept in [self._served.get(name, ModelRecord())]

@@ -20,6 +20,7 @@ from controlplane.core.fleet_records import (
     TermGiven,
     UpdateBegan,
 )
+from controlplane.core.lag import MAX_COMMITS, FleetCommit
 from controlplane.core.versions import (
     FROZEN,
     EngineId,
@@ -113,9 +114,22 @@ def _models(
         model(name).served = (*model(name).served, version)
         if digest or version == FROZEN:  # a frozen model's is what it is, even if its engines told none
             model(name).digests[version] = digest
+    for name, record in models.items():
+        record.commits.note(_commits(db, name, record.ordinal))
     for kept in _checkpoints(db):
         model(kept.model).checkpoints[kept.version.number] = kept
     return models
+
+
+def _commits(db: sqlite3.Connection, model: ModelName, ordinal: int) -> Iterator[FleetCommit]:
+    """The latest: what was committed last is the commit with the model's ordinal, and they are dense."""
+    rows = db.execute(
+        "SELECT term, number FROM updates WHERE model = ? AND (phase IN ('committed', 'degraded') OR rolled) "
+        "ORDER BY number DESC LIMIT ?",
+        (model, MAX_COMMITS),
+    )
+    for behind, (term, number) in enumerate(rows.fetchall()):
+        yield FleetCommit(WeightVersion(number, Term(term)), ordinal - behind)
 
 
 def _checkpoints(db: sqlite3.Connection) -> Iterator[CheckpointKept]:

@@ -20,6 +20,7 @@ import grpc
 import structlog
 
 from controlplane.core import errors as e
+from controlplane.core.pins import Pin
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, WeightVersion
 from controlplane.rollout.connections import Connections
@@ -27,7 +28,7 @@ from controlplane.rollout.routing import Route, Routes, RoutingTable
 from controlplane.rollout.sample import Assembly, Delta, Sample
 from controlplane.rollout.wire import delta_from_proto, routes_from_proto
 from controlplane.rpc.channels import open_channel
-from controlplane.rpc.codec import sampling_to_proto, seconds_to_proto, version_to_proto
+from controlplane.rpc.codec import pin_to_proto, sampling_to_proto, seconds_to_proto
 from controlplane.rpc.errors import RemoteError, from_rpc_error
 from controlplane.rpc.validation import validate
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -125,10 +126,15 @@ class RolloutClient:
         sampling: SamplingSettings,
         *,
         min_version: WeightVersion | None = None,
+        exact_version: WeightVersion | None = None,
+        max_lag: int | None = None,
         request_id: str = "",
         deadline_seconds: float | None = None,
     ) -> Sample:
-        """A whole sample, begun with `min_version` or a later one.
+        """A whole sample, begun with a version that the pins allow.
+
+        `min_version`: this one or a later one. `exact_version`: this one, for the whole sample; an install ends it as
+        `version_changed`. `max_lag`: at most so many fleet commits behind the newest.
 
         Raises:
             InvalidRequest, FrameInvalid: the request cannot be served anywhere.
@@ -139,7 +145,8 @@ class RolloutClient:
             PeerLost: the engine went away in mid-sample.
             SpanMismatch: the engine's spans do not cover the tokens exactly.
         """
-        ask = self._new_ask(prompt_token_ids, sampling, min_version, request_id, deadline_seconds)
+        pin = Pin(min_version, exact_version, max_lag)
+        ask = self._new_ask(prompt_token_ids, sampling, pin, request_id, deadline_seconds)
         async with contextlib.aclosing(self._deltas(ask)) as deltas:
             async for _ in deltas:
                 pass  # the assembly has taken it
@@ -151,6 +158,8 @@ class RolloutClient:
         sampling: SamplingSettings,
         *,
         min_version: WeightVersion | None = None,
+        exact_version: WeightVersion | None = None,
+        max_lag: int | None = None,
         request_id: str = "",
         deadline_seconds: float | None = None,
     ) -> AsyncGenerator[Delta, None]:
@@ -158,7 +167,8 @@ class RolloutClient:
 
         Closing the generator (`contextlib.aclosing`) aborts the request in the engine.
         """
-        ask = self._new_ask(prompt_token_ids, sampling, min_version, request_id, deadline_seconds)
+        pin = Pin(min_version, exact_version, max_lag)
+        ask = self._new_ask(prompt_token_ids, sampling, pin, request_id, deadline_seconds)
         async with contextlib.aclosing(self._deltas(ask)) as deltas:
             async for delta in deltas:
                 yield delta
@@ -169,15 +179,15 @@ class RolloutClient:
         self,
         prompt: Sequence[int],
         sampling: SamplingSettings,
-        min_version: WeightVersion | None,
+        pin: Pin,
         request_id: str,
         deadline_seconds: float | None,
     ) -> _Ask:
         now = time.monotonic()
         limit = self._deadline_seconds if deadline_seconds is None else deadline_seconds
-        request = self._request(prompt, sampling, min_version, request_id or uuid.uuid4().hex)
+        request = self._request(prompt, sampling, pin, request_id or uuid.uuid4().hex)
         return _Ask(
-            assembly=Assembly(request.request_id, min_version, with_logprobs=sampling.logprobs is not None),
+            assembly=Assembly(request.request_id, pin, with_logprobs=sampling.logprobs is not None),
             request=request,
             started=now,
             deadline=now + limit,
@@ -185,7 +195,7 @@ class RolloutClient:
         )
 
     def _request(
-        self, prompt: Sequence[int], sampling: SamplingSettings, min_version: WeightVersion | None, request_id: str
+        self, prompt: Sequence[int], sampling: SamplingSettings, pin: Pin, request_id: str
     ) -> rollout_pb2.GenerateRequest:
         try:
             return rollout_pb2.GenerateRequest(
@@ -193,7 +203,8 @@ class RolloutClient:
                 request_id=request_id,
                 prompt_token_ids=prompt,
                 sampling=sampling_to_proto(sampling),
-                min_version=None if min_version is None else version_to_proto(min_version),
+                pin=pin_to_proto(pin),
+                priority=sampling.priority,
             )
         except (TypeError, ValueError) as error:
             raise e.InvalidRequest(field="prompt_token_ids or sampling", problem=str(error)) from error
@@ -260,7 +271,7 @@ class RolloutClient:
         while True:
             if self._refused is not None:
                 raise self._refused
-            candidates = self._table.candidates(ask.assembly.min_version, ask.tried)
+            candidates = self._table.candidates(ask.assembly.pin, ask.tried)
             left = ask.patience - time.monotonic()
             if candidates and self._table.routes is not None and (left > 0 or ask.last_error is None):
                 if not await self._settles(ask, candidates):
@@ -296,8 +307,8 @@ class RolloutClient:
     def _gave_up(self, ask: _Ask) -> e.WeightplaneError:
         if ask.last_error is not None:
             return ask.last_error
-        wanted, applied = ask.assembly.min_version, self._table.newest_applied()
-        if wanted is not None and applied is not None:
+        wanted, applied = ask.assembly.pin, self._table.newest_applied()
+        if wanted.wants and applied is not None:
             return e.VersionUnavailable(wanted=str(wanted), applied=str(applied))
         waited = round(time.monotonic() - ask.started, 1)
         target = f"a routable engine of model {self._model} from the coordinator at {self._coordinator}"

@@ -12,6 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+from controlplane.core.lag import Commits, FleetCommit
+from controlplane.core.pins import Pin
 from controlplane.core.versions import EngineId, Incarnation, RunId, WeightVersion
 
 
@@ -26,6 +28,8 @@ class Route:
     """What it last said that it holds."""
     live_requests: int
     """Requests in it, from every client, as it last said."""
+    max_requests: int = 0
+    """How many it runs at once; 0: unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class Routes:
     revision: int
     routes: tuple[Route, ...]
     served: tuple[WeightVersion, ...]
+    commits: tuple[FleetCommit, ...] = ()
+    """The latest, oldest first."""
     stale: bool = False
     """The coordinator is away: engines may have moved on since."""
 
@@ -48,6 +54,8 @@ class RoutingTable:
     """Routes and load. Not thread-safe: one event loop owns it."""
 
     routes: Routes | None = None
+    commits: Commits = field(default_factory=Commits)
+    """Of the fleet, as far as this client was told."""
     usual: int = 0
     """How many engines there are when none is missing, as far as was seen."""
     _in_flight: Counter[EngineId] = field(default_factory=Counter)
@@ -56,24 +64,25 @@ class RoutingTable:
 
     def replace(self, routes: Routes) -> None:
         self.routes = routes
+        self.commits.note(routes.commits)
         self.usual = max(self.usual, len(routes.routes))
 
     def mark_stale(self) -> None:
         if self.routes is not None:
             self.routes = replace(self.routes, stale=True)
 
-    def candidates(self, min_version: WeightVersion | None, tried: Collection[Life] = ()) -> list[Route]:
+    def candidates(self, pin: Pin, tried: Collection[Life] = ()) -> list[Route]:
         """Engines not yet tried that meet the pin.
 
         Stale routes are not judged by the pin: the engine itself does that, and knows better.
         """
         if self.routes is None:
             return []
-        judged = min_version is not None and not self.routes.stale
+        judged = pin.wants and not self.routes.stale
         return [
             r
             for r in self.routes.routes
-            if (r.engine_id, r.incarnation) not in tried and (not judged or _meets(r.applied, min_version))
+            if (r.engine_id, r.incarnation) not in tried and (not judged or self._meets(r, pin))
         ]
 
     def least_loaded(self, candidates: Iterable[Route]) -> Route:
@@ -98,10 +107,9 @@ class RoutingTable:
         applied = [r.applied for r in self.routes.routes if r.applied is not None] if self.routes else []
         return max(applied, default=None)
 
+    def _meets(self, route: Route, pin: Pin) -> bool:
+        return route.applied is not None and pin.allows(route.applied, self.commits)
+
     def _load(self, route: Route) -> tuple[int, int, int]:
         # Own requests first; then what others send there; then whoever was asked longest ago.
         return (self._in_flight[route.engine_id], route.live_requests, self._asked.get(route.engine_id, 0))
-
-
-def _meets(applied: WeightVersion | None, wanted: WeightVersion | None) -> bool:
-    return wanted is None or (applied is not None and applied.number >= wanted.number)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from controlplane.core.errors import SpanMismatch
+from controlplane.core.pins import ANY, Pin
 from controlplane.core.versions import EngineId, WeightVersion
 
 
@@ -26,7 +27,7 @@ class Ending:
     """How a sample ended."""
 
     finish_reason: str
-    """`stop`, `length` or `abort`, as vLLM names them."""
+    """`stop`, `length` or `abort`, as vLLM names them; `version_changed`."""
     stop_reason: str
     spans: tuple[Span, ...]
     prompt_tokens: int
@@ -54,7 +55,7 @@ class Sample:
     """Natural log, one per token, under the distribution it was drawn from. Empty where they were not asked for."""
     spans: tuple[Span, ...]
     finish_reason: str
-    """`stop`, `length` or `abort`. An aborted sample has the tokens that it got, and their spans."""
+    """`stop`, `length`, `abort`, `version_changed`. One that was cut has the tokens that it got, and their spans."""
     stop_reason: str
     engine_id: EngineId
     prompt_tokens: int
@@ -66,7 +67,7 @@ class Assembly:
     """A sample while its deltas come in. Raises SpanMismatch as soon as deltas and spans disagree."""
 
     request_id: str
-    min_version: WeightVersion | None = None
+    pin: Pin = ANY
     with_logprobs: bool = True
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -103,8 +104,8 @@ class Assembly:
             raise self._mismatch(f"none for {count} tokens", "none")
         if self.with_logprobs and len(delta.logprobs) != count:
             raise self._mismatch(f"{count} tokens", f"{len(delta.logprobs)} logprobs")
-        if self.min_version is not None and delta.version.number < self.min_version.number:
-            raise self._mismatch(f"at least {self.min_version}", str(delta.version))
+        if not self.pin.allows_by_number(delta.version):
+            raise self._mismatch(str(self.pin), str(delta.version))
         start = len(self.tokens)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs

@@ -5,13 +5,14 @@ from __future__ import annotations
 from controlplane.core.versions import EngineId, Incarnation, RunId
 from controlplane.rollout.routing import Route, Routes
 from controlplane.rollout.sample import Delta, Ending, Span
-from controlplane.rpc.codec import version_from_proto
+from controlplane.rpc.codec import commit_from_proto, version_from_proto
 from weightplane.v1 import fleet_pb2, rollout_pb2
 
 _FINISH = {
     rollout_pb2.FINISH_REASON_STOP: "stop",
     rollout_pb2.FINISH_REASON_LENGTH: "length",
     rollout_pb2.FINISH_REASON_ABORT: "abort",
+    rollout_pb2.FINISH_REASON_VERSION_CHANGED: "version_changed",
 }
 
 
@@ -21,6 +22,7 @@ def routes_from_proto(response: fleet_pb2.WatchRoutesResponse) -> Routes:
         revision=response.revision,
         routes=tuple(_route(r) for r in response.routes),
         served=tuple(version_from_proto(v) for v in response.served),
+        commits=tuple(commit_from_proto(c) for c in response.commits),
     )
 
 
@@ -31,6 +33,7 @@ def _route(message: fleet_pb2.Route) -> Route:
         endpoint=message.endpoint,
         applied=version_from_proto(message.applied) if message.HasField("applied") else None,
         live_requests=message.live_requests,
+        max_requests=message.max_requests,
     )
 
 

@@ -5,16 +5,20 @@ Every function expects a validated message (`controlplane.rpc.validation`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict, ParseDict
+from google.protobuf.struct_pb2 import Struct
 
+from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import MODEL_ONLY, DType, Layout, Target, TargetKind, TensorSpec, Tie
+from controlplane.core.pins import ANY, Pin
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, Term, WeightVersion
 from controlplane.stacks import Stacks
-from weightplane.v1 import layout_pb2, lifecycle_pb2, rollout_pb2, version_pb2, weight_update_pb2
+from weightplane.v1 import fleet_pb2, layout_pb2, lifecycle_pb2, rollout_pb2, version_pb2, weight_update_pb2
 
 LAYOUT_PART_BYTES = 1_000_000
 """Largest layout part, estimated before encoding; well below the message limit."""
@@ -33,6 +37,33 @@ def version_to_proto(version: WeightVersion) -> version_pb2.WeightVersion:
 
 def version_from_proto(message: version_pb2.WeightVersion) -> WeightVersion:
     return WeightVersion(number=message.number, term=Term(message.term))
+
+
+def commit_to_proto(commit: FleetCommit) -> fleet_pb2.FleetCommit:
+    return fleet_pb2.FleetCommit(version=version_to_proto(commit.version), ordinal=commit.ordinal)
+
+
+def commit_from_proto(message: fleet_pb2.FleetCommit) -> FleetCommit:
+    return FleetCommit(version_from_proto(message.version), message.ordinal)
+
+
+def pin_to_proto(pin: Pin) -> rollout_pb2.Pin | None:
+    """None for a pin that allows any version."""
+    if pin == ANY:
+        return None
+    return rollout_pb2.Pin(
+        min_version=None if pin.min_version is None else version_to_proto(pin.min_version),
+        exact_version=None if pin.exact_version is None else version_to_proto(pin.exact_version),
+        max_lag=pin.max_lag,
+    )
+
+
+def pin_from_proto(message: rollout_pb2.Pin) -> Pin:
+    return Pin(
+        min_version=version_from_proto(message.min_version) if message.HasField("min_version") else None,
+        exact_version=version_from_proto(message.exact_version) if message.HasField("exact_version") else None,
+        max_lag=message.max_lag if message.HasField("max_lag") else None,
+    )
 
 
 def engine_ref(engine_id: EngineId, incarnation: Incarnation) -> version_pb2.EngineRef:
@@ -88,10 +119,25 @@ def sampling_to_proto(settings: SamplingSettings) -> rollout_pb2.SamplingParams:
         frequency_penalty=settings.frequency_penalty,
         repetition_penalty=settings.repetition_penalty,
         omit_logprobs=settings.logprobs is None,
+        n=settings.n if settings.n > 1 else 0,
+        extra=_struct(settings.extra),
     )
 
 
-def sampling_from_proto(message: rollout_pb2.SamplingParams) -> SamplingSettings:
+def _struct(values: Mapping[str, Any]) -> Struct | None:
+    return ParseDict(dict(values), Struct()) if values else None
+
+
+def _plain(value: Any) -> Any:
+    """JSON has one kind of number: whole ones become int again."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def sampling_from_proto(message: rollout_pb2.SamplingParams, priority: int = 0) -> SamplingSettings:
     given: dict[str, Any] = {f.name: value for f, value in message.ListFields() if f.name in _OPTIONAL_SAMPLING}
     return SamplingSettings(
         max_tokens=message.max_tokens,
@@ -100,6 +146,9 @@ def sampling_from_proto(message: rollout_pb2.SamplingParams) -> SamplingSettings
         ignore_eos=message.ignore_eos,
         min_tokens=message.min_tokens,
         logprobs=None if message.omit_logprobs else 0,
+        n=message.n or 1,
+        extra={name: _plain(value) for name, value in MessageToDict(message.extra).items()},
+        priority=priority,
         **given,
     )
 

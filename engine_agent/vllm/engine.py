@@ -96,6 +96,7 @@ class VllmEngine:
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
+            max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
             expected=expected,
             capabilities=self._capabilities(llm),
             pids=tuple(p.pid for p in self._processes),

@@ -7,8 +7,12 @@ collector holds a token. Refuses a second live request of one id.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+import math
+import typing
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
+
+import msgspec
 
 from controlplane.core.errors import EngineDied, InvalidRequest
 from controlplane.core.sampling import SamplingSettings
@@ -54,6 +58,8 @@ class Stream:
         """Tokens that the consumer has been given."""
         self.collector: Any = None
         """vLLM's hand-over object; None while the request is on its way into the engine."""
+        self.scored = False
+        """The prompt's logprobs were handed on."""
 
     @property
     def drained(self) -> bool:
@@ -114,7 +120,10 @@ async def _admit(core: Core, request_id: str, prompt: Sequence[int], sampling: S
 
     try:
         return await core.llm.add_request(
-            request_id, tokens_input(list(prompt), cache_salt=salt or None), sampling_params(sampling)
+            request_id,
+            tokens_input(list(prompt), cache_salt=salt or None),
+            sampling_params(sampling),
+            priority=sampling.priority,
         )
     except VLLMClientError as e:
         raise InvalidRequest("request", str(e)) from e
@@ -131,13 +140,14 @@ async def _next_delta(core: Core, stream: Stream) -> GenerationDelta:
         if is_death(e):
             raise core.died(str(e)) from e
         raise
-    delta = _delta(output)
+    delta = _delta(output, stream)
     stream.count += len(delta.token_ids)
     return delta
 
 
-def _delta(output: Any) -> GenerationDelta:
+def _delta(output: Any, stream: Stream) -> GenerationDelta:
     choice = output.outputs[0]
+    scores, stream.scored = _scores(output, stream), stream.scored or bool(output.prompt_logprobs)
     entries = choice.logprobs or ()
     spans = tuple((s.version, s.start, s.end) for s in choice.weight_versions or ())
     return GenerationDelta(
@@ -146,8 +156,17 @@ def _delta(output: Any) -> GenerationDelta:
         finish_reason=FINISH_REASONS.get(choice.finish_reason, choice.finish_reason),
         stop_reason=_stop_reason(choice),
         cached_prompt_tokens=output.num_cached_tokens or 0,
+        prompt_logprobs=scores,
         engine_spans=spans,
     )
+
+
+def _scores(output: Any, stream: Stream) -> tuple[float, ...]:
+    """The prompt's logprobs, once. One that vLLM left out is not a number, so that nobody takes it for one."""
+    if stream.scored or not output.prompt_logprobs:
+        return ()
+    pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+    return tuple(entry[token].logprob if entry and token in entry else math.nan for token, entry in pairs)
 
 
 def _stop_reason(choice: Any) -> str:
@@ -174,6 +193,25 @@ def sampling_params(sampling: SamplingSettings) -> Any:
         presence_penalty=sampling.presence_penalty,
         frequency_penalty=sampling.frequency_penalty,
         repetition_penalty=sampling.repetition_penalty,
+        prompt_logprobs=0 if sampling.prompt_logprobs else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
+        **_extra(sampling.extra),
     )
+
+
+def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by vLLM's names, in vLLM's types. Raises InvalidRequest for a name or a value that vLLM does not have."""
+    from vllm.sampling_params import SamplingParams
+
+    hints = typing.get_type_hints(SamplingParams) if given else {}
+    out = {}
+    for name, value in given.items():
+        field = f"sampling.extra.{name}"
+        if name not in hints or name.startswith("_"):
+            raise InvalidRequest(field, "vLLM's SamplingParams has no such field")
+        try:
+            out[name] = msgspec.convert(value, hints[name], strict=False)
+        except (msgspec.ValidationError, TypeError) as error:
+            raise InvalidRequest(field, str(error)) from error
+    return out

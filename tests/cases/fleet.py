@@ -474,7 +474,7 @@ class CaseFleet(LocalFleet):
             model="policy",
             prompt_token_ids=PROMPT,
             sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
-            min_version=min_version,
+            pin=rollout_pb2.Pin(min_version=min_version),
         )
         request.wait.FromMilliseconds(int(wait * 1000))
         return LiveSample(stub.Generate(request, timeout=30))

@@ -97,6 +97,12 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
         finally:
             self.running -= 1
 
+    async def Score(self, request: rollout_pb2.ScoreRequest, context: Any) -> rollout_pb2.ScoreResponse:
+        raise NotImplementedError
+
+    async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
+        raise NotImplementedError
+
 
 def new_fleet(run_id: str = RUN) -> FakeFleet:
     return FakeFleet(run_id)  # type: ignore[abstract]  # its other calls are of no use to a rollout client

@@ -328,7 +328,7 @@ class LocalFleet:
             model="policy",
             prompt_token_ids=[1, 2, 3],
             sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
-            min_version=min_version,
+            pin=rollout_pb2.Pin(min_version=min_version),
         )
         request.wait.FromMilliseconds(int(wait * 1000))
         tokens: list[int] = []

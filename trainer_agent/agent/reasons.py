@@ -85,6 +85,9 @@ PASSING = frozenset(
         "INVALID_REQUEST",
         "VERSION_UNAVAILABLE",
         "SPAN_MISMATCH",
+        "VERSION_CHANGED",
+        "REQUEST_ABORTED",
+        "SCORE_INCOMPLETE",
         "CHECKPOINT_UNREADABLE",
         "CHECKPOINT_UNKNOWN",
     }

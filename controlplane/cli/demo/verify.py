@@ -20,12 +20,13 @@ import grpc
 
 from controlplane.cli.crew import Child, Crew, died
 from controlplane.cli.demo.places import Places
+from controlplane.core.pins import Pin
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, WeightVersion
 from controlplane.rollout.sample import Assembly, Sample
 from controlplane.rollout.wire import delta_from_proto
 from controlplane.rpc.channels import open_channel
-from controlplane.rpc.codec import sampling_to_proto, seconds_to_proto, version_to_proto
+from controlplane.rpc.codec import pin_to_proto, sampling_to_proto, seconds_to_proto
 from controlplane.rpc.errors import from_rpc_error
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
@@ -101,10 +102,10 @@ async def _ask(
         model="policy",
         prompt_token_ids=prompt,
         sampling=sampling_to_proto(greedy),
-        min_version=version_to_proto(version),
+        pin=pin_to_proto(Pin(min_version=version)),
         wait=seconds_to_proto(WAIT_SECONDS),
     )
-    assembly = Assembly(request_id="verify", min_version=version)
+    assembly = Assembly(request_id="verify", pin=Pin(min_version=version))
     try:
         async for response in stub.Generate(request, timeout=GENERATE_SECONDS):
             assembly.add(delta_from_proto(engine_id, response))

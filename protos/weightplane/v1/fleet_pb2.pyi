@@ -128,6 +128,7 @@ class EngineHello(_message.Message):
     UNIT_SIZE_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are reached, host:port."""
     host_id: _builtins.str
@@ -148,6 +149,8 @@ class EngineHello(_message.Message):
     """Number of this life of the engine, from 1, kept on the agent's disk. A hello that arrives after that of a later
     life is refused (L2). 0: unknown.
     """
+    max_requests: _builtins.int
+    """How many requests it runs at once. 0: unknown."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its state, with its run, name, incarnation and model."""
@@ -180,10 +183,11 @@ class EngineHello(_message.Message):
         unit_size: _builtins.int = ...,
         life: _builtins.int = ...,
         transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
+        max_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -498,17 +502,22 @@ class ModelState(_message.Message):
     SERVED_FIELD_NUMBER: _builtins.int
     ORDINAL_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
     term: _builtins.int
     """Highest term given for it. A writer of a lower one is refused (INV-7)."""
     ordinal: _builtins.int
-    """Number of fleet commits so far."""
+    """Number of fleet commits so far. The last of `served` is the commit with this number."""
     frozen: _builtins.bool
     """It is served as its engines loaded it: no trainer, no updates."""
     @_builtins.property
     def served(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightVersion]:
         """The versions that the fleet serves now: none before the first push, one, or two while rolling."""
+
+    @_builtins.property
+    def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetCommit]:
+        """The latest fleet commits, oldest first; earlier states had those before."""
 
     def __init__(
         self,
@@ -518,10 +527,11 @@ class ModelState(_message.Message):
         served: _abc.Iterable[_version_pb2.WeightVersion] | None = ...,
         ordinal: _builtins.int = ...,
         frozen: _builtins.bool = ...,
+        commits: _abc.Iterable[Global___FleetCommit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frozen", b"frozen", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "frozen", b"frozen", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1174,6 +1184,7 @@ class WatchRoutesResponse(_message.Message):
     REVISION_FIELD_NUMBER: _builtins.int
     ROUTES_FIELD_NUMBER: _builtins.int
     SERVED_FIELD_NUMBER: _builtins.int
+    COMMITS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that these belong to."""
     revision: _builtins.int
@@ -1186,6 +1197,12 @@ class WatchRoutesResponse(_message.Message):
     def served(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightVersion]:
         """What the fleet serves."""
 
+    @_builtins.property
+    def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetCommit]:
+        """The latest fleet commits, oldest first: what lag is counted in. A version that is not among them was never
+        committed, and counts as the commit before it; one older than all of them lags by more than all of them.
+        """
+
     def __init__(
         self,
         *,
@@ -1193,14 +1210,43 @@ class WatchRoutesResponse(_message.Message):
         revision: _builtins.int = ...,
         routes: _abc.Iterable[Global___Route] | None = ...,
         served: _abc.Iterable[_version_pb2.WeightVersion] | None = ...,
+        commits: _abc.Iterable[Global___FleetCommit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["revision", b"revision", "routes", b"routes", "run_id", b"run_id", "served", b"served"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "revision", b"revision", "routes", b"routes", "run_id", b"run_id", "served", b"served"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchRoutesResponse: _TypeAlias = WatchRoutesResponse  # noqa: Y015
+
+@_typing.final
+class FleetCommit(_message.Message):
+    """A version that the fleet came to serve."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    ordinal: _builtins.int
+    """Dense count of the model's commits, from 1."""
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """Which."""
+
+    def __init__(
+        self,
+        *,
+        version: _version_pb2.WeightVersion | None = ...,
+        ordinal: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ordinal", b"ordinal", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetCommit: _TypeAlias = FleetCommit  # noqa: Y015
 
 @_typing.final
 class Route(_message.Message):
@@ -1212,10 +1258,13 @@ class Route(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are."""
     live_requests: _builtins.int
     """Requests in it."""
+    max_requests: _builtins.int
+    """How many requests it runs at once; more wait in it. 0: unknown."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine."""
@@ -1231,10 +1280,11 @@ class Route(_message.Message):
         endpoint: _builtins.str = ...,
         applied: _version_pb2.WeightVersion | None = ...,
         live_requests: _builtins.int = ...,
+        max_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "endpoint", b"endpoint", "engine", b"engine", "live_requests", b"live_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "endpoint", b"endpoint", "engine", b"engine", "live_requests", b"live_requests", "max_requests", b"max_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,11 +23,12 @@ _sym_db = _symbol_database.Default()
 
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
+from google.protobuf import struct_pb2 as google_dot_protobuf_dot_struct__pb2
 from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cweightplane/v1/rollout.proto\x12\x0eweightplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\xa2\x02\n\x0fGenerateRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x05model\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1b\n\nrequest_id\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12&\n\x10prompt_token_ids\x18\x04 \x03(\x05\x42\x0c\x8a\xe8\x18\x08\x08\x01\x10\x00\x38\x80\x80@\x12\x38\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.weightplane.v1.SamplingParamsB\x06\x8a\xe8\x18\x02\x08\x01\x12\x32\n\x0bmin_version\x18\x06 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\'\n\x04wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd3\x03\n\x0eSamplingParams\x12\x1c\n\nmax_tokens\x18\x01 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x15\n\x05top_k\x18\x04 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12!\n\x0estop_token_ids\x18\x07 \x03(\x05\x42\t\x8a\xe8\x18\x05\x10\x00\x38\x80\x08\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1a\n\nmin_tokens\x18\t \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x06\x88\x01\x01\x12\x15\n\romit_logprobs\x18\r \x01(\x08\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\x8f\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12.\n\x07version\x18\x03 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12&\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x16.weightplane.v1.Finish\"\xac\x01\n\x06\x46inish\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.weightplane.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12*\n\x05spans\x18\x03 \x03(\x0b\x32\x1b.weightplane.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x05\"Y\n\x0bVersionSpan\x12.\n\x07version\x18\x01 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05*x\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x32Z\n\x07Rollout\x12O\n\x08Generate\x12\x1f.weightplane.v1.GenerateRequest\x1a .weightplane.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1cweightplane/v1/rollout.proto\x12\x0eweightplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1cgoogle/protobuf/struct.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\xbf\x02\n\x0fGenerateRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x05model\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1b\n\nrequest_id\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12&\n\x10prompt_token_ids\x18\x04 \x03(\x05\x42\x0c\x8a\xe8\x18\x08\x08\x01\x10\x00\x38\x80\x80@\x12\x38\n\x08sampling\x18\x05 \x01(\x0b\x32\x1e.weightplane.v1.SamplingParamsB\x06\x8a\xe8\x18\x02\x08\x01\x12 \n\x03pin\x18\x06 \x01(\x0b\x32\x13.weightplane.v1.Pin\x12\'\n\x04wait\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x1b\n\nsession_id\x18\t \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\"\x99\x01\n\x03Pin\x12\x32\n\x0bmin_version\x18\x01 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x34\n\rexact_version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x1c\n\x07max_lag\x18\x03 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00H\x00\x88\x01\x01\x42\n\n\x08_max_lag\"\x91\x04\n\x0eSamplingParams\x12\x1c\n\nmax_tokens\x18\x01 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x18\n\x0btemperature\x18\x02 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x01\x88\x01\x01\x12\x15\n\x05top_k\x18\x04 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x12\n\x05min_p\x18\x05 \x01(\x02H\x02\x88\x01\x01\x12\x11\n\x04seed\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12!\n\x0estop_token_ids\x18\x07 \x03(\x05\x42\t\x8a\xe8\x18\x05\x10\x00\x38\x80\x08\x12\x12\n\nignore_eos\x18\x08 \x01(\x08\x12\x1a\n\nmin_tokens\x18\t \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x1d\n\x10presence_penalty\x18\n \x01(\x02H\x04\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x0b \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x0c \x01(\x02H\x06\x88\x01\x01\x12\x15\n\romit_logprobs\x18\r \x01(\x08\x12\x14\n\x01n\x18\x0e \x01(\x05\x42\t\x8a\xe8\x18\x05\x10\x00\x18\x80\x08\x12&\n\x05\x65xtra\x18\x0f \x01(\x0b\x32\x17.google.protobuf.StructB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penalty\"\x9e\x01\n\x10GenerateResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x05\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x12.\n\x07version\x18\x03 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12&\n\x06\x66inish\x18\x04 \x01(\x0b\x32\x16.weightplane.v1.Finish\x12\r\n\x05index\x18\x05 \x01(\x05\"\xac\x01\n\x06\x46inish\x12,\n\x06reason\x18\x01 \x01(\x0e\x32\x1c.weightplane.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12*\n\x05spans\x18\x03 \x03(\x0b\x32\x1b.weightplane.v1.VersionSpan\x12\x15\n\rprompt_tokens\x18\x04 \x01(\x05\x12\x1c\n\x14\x63\x61\x63hed_prompt_tokens\x18\x05 \x01(\x05\"Y\n\x0bVersionSpan\x12.\n\x07version\x18\x01 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\r\n\x05start\x18\x02 \x01(\x05\x12\x0b\n\x03\x65nd\x18\x03 \x01(\x05\"\xde\x01\n\x0cScoreRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x05model\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1b\n\nrequest_id\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\x12\x1f\n\ttoken_ids\x18\x04 \x03(\x05\x42\x0c\x8a\xe8\x18\x08\x08\x01\x10\x00\x38\x80\x80@\x12 \n\x03pin\x18\x05 \x01(\x0b\x32\x13.weightplane.v1.Pin\x12\'\n\x04wait\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x10\n\x08priority\x18\x07 \x01(\x05\"Q\n\rScoreResponse\x12\x10\n\x08logprobs\x18\x01 \x03(\x02\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\"g\n\x0c\x41\x62ortRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x05model\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\"\n\x0brequest_ids\x18\x03 \x03(\tB\r\x8a\xe8\x18\t\x08\x01(\x80\x01\x38\x80\x80\x04\"$\n\rAbortResponse\x12\x13\n\x0brequest_ids\x18\x01 \x03(\t*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x17\n\x13\x46INISH_REASON_ABORT\x10\x03\x12!\n\x1d\x46INISH_REASON_VERSION_CHANGED\x10\x04\x32\xe6\x01\n\x07Rollout\x12O\n\x08Generate\x12\x1f.weightplane.v1.GenerateRequest\x1a .weightplane.v1.GenerateResponse0\x01\x12\x44\n\x05Score\x12\x1c.weightplane.v1.ScoreRequest\x1a\x1d.weightplane.v1.ScoreResponse\x12\x44\n\x05\x41\x62ort\x12\x1c.weightplane.v1.AbortRequest\x1a\x1d.weightplane.v1.AbortResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -44,6 +45,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST'].fields_by_name['prompt_token_ids']._serialized_options = b'\212\350\030\010\010\001\020\0008\200\200@'
   _globals['_GENERATEREQUEST'].fields_by_name['sampling']._loaded_options = None
   _globals['_GENERATEREQUEST'].fields_by_name['sampling']._serialized_options = b'\212\350\030\002\010\001'
+  _globals['_GENERATEREQUEST'].fields_by_name['session_id']._loaded_options = None
+  _globals['_GENERATEREQUEST'].fields_by_name['session_id']._serialized_options = b'\212\350\030\003(\200\001'
+  _globals['_PIN'].fields_by_name['max_lag']._loaded_options = None
+  _globals['_PIN'].fields_by_name['max_lag']._serialized_options = b'\212\350\030\002\020\000'
   _globals['_SAMPLINGPARAMS'].fields_by_name['max_tokens']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['max_tokens']._serialized_options = b'\212\350\030\004\010\001\020\001'
   _globals['_SAMPLINGPARAMS'].fields_by_name['top_k']._loaded_options = None
@@ -52,18 +57,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLINGPARAMS'].fields_by_name['stop_token_ids']._serialized_options = b'\212\350\030\005\020\0008\200\010'
   _globals['_SAMPLINGPARAMS'].fields_by_name['min_tokens']._loaded_options = None
   _globals['_SAMPLINGPARAMS'].fields_by_name['min_tokens']._serialized_options = b'\212\350\030\002\020\000'
-  _globals['_FINISHREASON']._serialized_start=1313
-  _globals['_FINISHREASON']._serialized_end=1433
-  _globals['_GENERATEREQUEST']._serialized_start=139
-  _globals['_GENERATEREQUEST']._serialized_end=429
-  _globals['_SAMPLINGPARAMS']._serialized_start=432
-  _globals['_SAMPLINGPARAMS']._serialized_end=899
-  _globals['_GENERATERESPONSE']._serialized_start=902
-  _globals['_GENERATERESPONSE']._serialized_end=1045
-  _globals['_FINISH']._serialized_start=1048
-  _globals['_FINISH']._serialized_end=1220
-  _globals['_VERSIONSPAN']._serialized_start=1222
-  _globals['_VERSIONSPAN']._serialized_end=1311
-  _globals['_ROLLOUT']._serialized_start=1435
-  _globals['_ROLLOUT']._serialized_end=1525
+  _globals['_SAMPLINGPARAMS'].fields_by_name['n']._loaded_options = None
+  _globals['_SAMPLINGPARAMS'].fields_by_name['n']._serialized_options = b'\212\350\030\005\020\000\030\200\010'
+  _globals['_SCOREREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_SCOREREQUEST'].fields_by_name['model']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['model']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_SCOREREQUEST'].fields_by_name['request_id']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['request_id']._serialized_options = b'\212\350\030\003(\200\001'
+  _globals['_SCOREREQUEST'].fields_by_name['token_ids']._loaded_options = None
+  _globals['_SCOREREQUEST'].fields_by_name['token_ids']._serialized_options = b'\212\350\030\010\010\001\020\0008\200\200@'
+  _globals['_ABORTREQUEST'].fields_by_name['run_id']._loaded_options = None
+  _globals['_ABORTREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_ABORTREQUEST'].fields_by_name['model']._loaded_options = None
+  _globals['_ABORTREQUEST'].fields_by_name['model']._serialized_options = b'\212\350\030\005\010\001(\200\001'
+  _globals['_ABORTREQUEST'].fields_by_name['request_ids']._loaded_options = None
+  _globals['_ABORTREQUEST'].fields_by_name['request_ids']._serialized_options = b'\212\350\030\t\010\001(\200\0018\200\200\004'
+  _globals['_FINISHREASON']._serialized_start=2057
+  _globals['_FINISHREASON']._serialized_end=2212
+  _globals['_GENERATEREQUEST']._serialized_start=169
+  _globals['_GENERATEREQUEST']._serialized_end=488
+  _globals['_PIN']._serialized_start=491
+  _globals['_PIN']._serialized_end=644
+  _globals['_SAMPLINGPARAMS']._serialized_start=647
+  _globals['_SAMPLINGPARAMS']._serialized_end=1176
+  _globals['_GENERATERESPONSE']._serialized_start=1179
+  _globals['_GENERATERESPONSE']._serialized_end=1337
+  _globals['_FINISH']._serialized_start=1340
+  _globals['_FINISH']._serialized_end=1512
+  _globals['_VERSIONSPAN']._serialized_start=1514
+  _globals['_VERSIONSPAN']._serialized_end=1603
+  _globals['_SCOREREQUEST']._serialized_start=1606
+  _globals['_SCOREREQUEST']._serialized_end=1828
+  _globals['_SCORERESPONSE']._serialized_start=1830
+  _globals['_SCORERESPONSE']._serialized_end=1911
+  _globals['_ABORTREQUEST']._serialized_start=1913
+  _globals['_ABORTREQUEST']._serialized_end=2016
+  _globals['_ABORTRESPONSE']._serialized_start=2018
+  _globals['_ABORTRESPONSE']._serialized_end=2054
+  _globals['_ROLLOUT']._serialized_start=2215
+  _globals['_ROLLOUT']._serialized_end=2445
 # @@protoc_insertion_point(module_scope)

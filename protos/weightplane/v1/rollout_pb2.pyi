@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import struct_pb2 as _struct_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import version_pb2 as _version_pb2
@@ -35,6 +36,8 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     """max_tokens, or the engine's longest length."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
     """Aborted: by the caller, by an update's pause policy, or because the engine was poisoned."""
+    FINISH_REASON_VERSION_CHANGED: _FinishReason.ValueType  # 4
+    """Pinned to an exact version, and another was installed."""
 
 class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
     """Why a sample ended."""
@@ -47,6 +50,8 @@ FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the engine's longest length."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
 """Aborted: by the caller, by an update's pause policy, or because the engine was poisoned."""
+FINISH_REASON_VERSION_CHANGED: FinishReason.ValueType  # 4
+"""Pinned to an exact version, and another was installed."""
 Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
@@ -60,14 +65,20 @@ class GenerateRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     SAMPLING_FIELD_NUMBER: _builtins.int
-    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
     WAIT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
     """The model asked for."""
     request_id: _builtins.str
     """Names the request in logs. Made up by the agent if empty."""
+    priority: _builtins.int
+    """Which requests the engine takes first; lower goes before, as vLLM has it."""
+    session_id: _builtins.str
+    """Requests of one conversation: clients send them to one engine, which has their prefix. For logs here."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. Each id is checked against the vocabulary."""
@@ -77,8 +88,8 @@ class GenerateRequest(_message.Message):
         """How to sample."""
 
     @_builtins.property
-    def min_version(self) -> _version_pb2.WeightVersion:
-        """Begin only with this version or a later one."""
+    def pin(self) -> Global___Pin:
+        """Begin only with a version that the pin allows. Absent: with whatever the fleet serves."""
 
     @_builtins.property
     def wait(self) -> _duration_pb2.Duration:
@@ -92,16 +103,54 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         sampling: Global___SamplingParams | None = ...,
-        min_version: _version_pb2.WeightVersion | None = ...,
+        pin: Global___Pin | None = ...,
         wait: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "sampling", b"sampling", "wait", b"wait"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin", "sampling", b"sampling", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["min_version", b"min_version", "model", b"model", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "sampling", b"sampling", "wait", b"wait"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pin", b"pin", "priority", b"priority", "prompt_token_ids", b"prompt_token_ids", "request_id", b"request_id", "run_id", b"run_id", "sampling", b"sampling", "session_id", b"session_id", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
+
+@_typing.final
+class Pin(_message.Message):
+    """Which versions may begin a sample. Judged by the engine alone, from what it holds (INV-2: never assigned)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MIN_VERSION_FIELD_NUMBER: _builtins.int
+    EXACT_VERSION_FIELD_NUMBER: _builtins.int
+    MAX_LAG_FIELD_NUMBER: _builtins.int
+    max_lag: _builtins.int
+    """At most so many fleet commits behind the newest that this engine has heard of."""
+    @_builtins.property
+    def min_version(self) -> _version_pb2.WeightVersion:
+        """This version or a later one."""
+
+    @_builtins.property
+    def exact_version(self) -> _version_pb2.WeightVersion:
+        """This version, for the whole sample: an install ends it with `version_changed`."""
+
+    def __init__(
+        self,
+        *,
+        min_version: _version_pb2.WeightVersion | None = ...,
+        exact_version: _version_pb2.WeightVersion | None = ...,
+        max_lag: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "exact_version", b"exact_version", "max_lag", b"max_lag", "min_version", b"min_version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag", "exact_version", b"exact_version", "max_lag", b"max_lag", "min_version", b"min_version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_lag: _TypeAlias = _typing.Literal["max_lag"]  # noqa: Y015
+    _WhichOneofArgType__max_lag: _TypeAlias = _typing.Literal["_max_lag", b"_max_lag"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_lag) -> _WhichOneofReturnType__max_lag | None: ...
+
+Global___Pin: _TypeAlias = Pin  # noqa: Y015
 
 @_typing.final
 class SamplingParams(_message.Message):
@@ -122,6 +171,8 @@ class SamplingParams(_message.Message):
     FREQUENCY_PENALTY_FIELD_NUMBER: _builtins.int
     REPETITION_PENALTY_FIELD_NUMBER: _builtins.int
     OMIT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
+    EXTRA_FIELD_NUMBER: _builtins.int
     max_tokens: _builtins.int
     """Most tokens to generate. Required: vLLM's own default of 16 surprises."""
     temperature: _builtins.float
@@ -146,9 +197,17 @@ class SamplingParams(_message.Message):
     """Absent: 1."""
     omit_logprobs: _builtins.bool
     """Leave log probabilities out."""
+    n: _builtins.int
+    """Samples of one prompt; each message says by `index` whose tokens it has. 0: one. With a seed, sample i has the
+    seed plus i.
+    """
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens that end the sample."""
+
+    @_builtins.property
+    def extra(self) -> _struct_pb2.Struct:
+        """Any other field of vLLM's SamplingParams, by its name. An engine that does not know it refuses it by name."""
 
     def __init__(
         self,
@@ -166,10 +225,12 @@ class SamplingParams(_message.Message):
         frequency_penalty: _builtins.float | None = ...,
         repetition_penalty: _builtins.float | None = ...,
         omit_logprobs: _builtins.bool = ...,
+        n: _builtins.int = ...,
+        extra: _struct_pb2.Struct | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "extra", b"extra", "frequency_penalty", b"frequency_penalty", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "top_p", b"top_p"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "omit_logprobs", b"omit_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty", "_min_p", b"_min_p", "_presence_penalty", b"_presence_penalty", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_p", b"_top_p", "extra", b"extra", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "omit_logprobs", b"omit_logprobs", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__frequency_penalty: _TypeAlias = _typing.Literal["frequency_penalty"]  # noqa: Y015
     _WhichOneofArgType__frequency_penalty: _TypeAlias = _typing.Literal["_frequency_penalty", b"_frequency_penalty"]  # noqa: Y015
@@ -212,6 +273,9 @@ class GenerateResponse(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Which sample of `sampling.n`."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -228,7 +292,7 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def finish(self) -> Global___Finish:
-        """On the last message."""
+        """On the sample's last message."""
 
     def __init__(
         self,
@@ -237,10 +301,11 @@ class GenerateResponse(_message.Message):
         logprobs: _abc.Iterable[_builtins.float] | None = ...,
         version: _version_pb2.WeightVersion | None = ...,
         finish: Global___Finish | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "logprobs", b"logprobs", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -317,3 +382,143 @@ class VersionSpan(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VersionSpan: _TypeAlias = VersionSpan  # noqa: Y015
+
+@_typing.final
+class ScoreRequest(_message.Message):
+    """Tokens to score."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PIN_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run that the engine must belong to."""
+    model: _builtins.str
+    """The model asked for."""
+    request_id: _builtins.str
+    """Names the request in logs. Made up by the agent if empty."""
+    priority: _builtins.int
+    """Which requests the engine takes first; lower goes before."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At least two: the first one has no log probability."""
+
+    @_builtins.property
+    def pin(self) -> Global___Pin:
+        """Begin only with a version that the pin allows."""
+
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """How long to wait outside the gate for it to open and for the pin. Absent: 30 s."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        request_id: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        pin: Global___Pin | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
+        priority: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["pin", b"pin", "wait", b"wait"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "pin", b"pin", "priority", b"priority", "request_id", b"request_id", "run_id", b"run_id", "token_ids", b"token_ids", "wait", b"wait"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreRequest: _TypeAlias = ScoreRequest  # noqa: Y015
+
+@_typing.final
+class ScoreResponse(_message.Message):
+    """How probable each token was."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log, at temperature 1: entry i belongs to token i + 1, given all tokens before it. One fewer than tokens:
+        the first one has none.
+        """
+
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """The one version that they are of."""
+
+    def __init__(
+        self,
+        *,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        version: _version_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResponse: _TypeAlias = ScoreResponse  # noqa: Y015
+
+@_typing.final
+class AbortRequest(_message.Message):
+    """Names requests to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run that the engine must belong to."""
+    model: _builtins.str
+    """The model asked for."""
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Their names; more than one request may have the same."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        model: _builtins.str = ...,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "request_ids", b"request_ids", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortRequest: _TypeAlias = AbortRequest  # noqa: Y015
+
+@_typing.final
+class AbortResponse(_message.Message):
+    """What was ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of the requests that were in the engine, and are not any more."""
+
+    def __init__(
+        self,
+        *,
+        request_ids: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_ids", b"request_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AbortResponse: _TypeAlias = AbortResponse  # noqa: Y015

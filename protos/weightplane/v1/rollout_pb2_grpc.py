@@ -40,6 +40,16 @@ class RolloutStub:
                 request_serializer=weightplane_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/weightplane.v1.Rollout/Score',
+                request_serializer=weightplane_dot_v1_dot_rollout__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_rollout__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Abort = channel.unary_unary(
+                '/weightplane.v1.Rollout/Abort',
+                request_serializer=weightplane_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_rollout__pb2.AbortResponse.FromString,
+                _registered_method=True)
 
 
 class RolloutServicer:
@@ -50,16 +60,37 @@ class RolloutServicer:
         """Generate from a prompt of token ids.
 
         Each message's tokens were made by exactly one version (INV-11); a message never crosses a version's border.
-        The last message has `finish`, whose spans cover all tokens. Cancelling the call aborts the request.
+        The last message of each sample has `finish`, whose spans cover all its tokens. Cancelling the call, or its
+        deadline, aborts the request.
 
-        Preconditions: the engine's gate opens within `wait` and its version satisfies the pin. Requests wait
-        outside the engine, so that none is queued in a paused vLLM.
+        Preconditions: the engine's gate opens within `wait` and its version satisfies the pin, of which only the engine
+        is the judge. Requests wait outside the engine, so that none is queued in a paused vLLM.
 
         Errors, by ErrorInfo.reason: INVALID_REQUEST (token ids, lengths or sampling fields that the engine would
         die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
         metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
         LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
         but INVALID_REQUEST.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """The log probability of each of the given tokens: for teachers and references, distillation and KL.
+
+        All of them are of one version: if another is installed meanwhile the call fails, and nothing of it is kept.
+        Pins and errors as for Generate; also VERSION_CHANGED, REQUEST_ABORTED (ABORTED: ask again), SCORE_INCOMPLETE (INTERNAL: the engine
+        left a log probability out, or gave one that is not finite).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Abort(self, request, context):
+        """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+
+        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -72,6 +103,16 @@ def add_RolloutServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=weightplane_dot_v1_dot_rollout__pb2.GenerateRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_rollout__pb2.GenerateResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=weightplane_dot_v1_dot_rollout__pb2.ScoreRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_rollout__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Abort': grpc.unary_unary_rpc_method_handler(
+                    servicer.Abort,
+                    request_deserializer=weightplane_dot_v1_dot_rollout__pb2.AbortRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_rollout__pb2.AbortResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -102,6 +143,60 @@ class Rollout:
             '/weightplane.v1.Rollout/Generate',
             weightplane_dot_v1_dot_rollout__pb2.GenerateRequest.SerializeToString,
             weightplane_dot_v1_dot_rollout__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Rollout/Score',
+            weightplane_dot_v1_dot_rollout__pb2.ScoreRequest.SerializeToString,
+            weightplane_dot_v1_dot_rollout__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Abort(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Rollout/Abort',
+            weightplane_dot_v1_dot_rollout__pb2.AbortRequest.SerializeToString,
+            weightplane_dot_v1_dot_rollout__pb2.AbortResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,16 +37,29 @@ class RolloutStub:
     """Generate from a prompt of token ids.
 
     Each message's tokens were made by exactly one version (INV-11); a message never crosses a version's border.
-    The last message has `finish`, whose spans cover all tokens. Cancelling the call aborts the request.
+    The last message of each sample has `finish`, whose spans cover all its tokens. Cancelling the call, or its
+    deadline, aborts the request.
 
-    Preconditions: the engine's gate opens within `wait` and its version satisfies the pin. Requests wait
-    outside the engine, so that none is queued in a paused vLLM.
+    Preconditions: the engine's gate opens within `wait` and its version satisfies the pin, of which only the engine
+    is the judge. Requests wait outside the engine, so that none is queued in a paused vLLM.
 
     Errors, by ErrorInfo.reason: INVALID_REQUEST (token ids, lengths or sampling fields that the engine would
     die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
     metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
     LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
     but INVALID_REQUEST.
+    """
+    Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
+    """The log probability of each of the given tokens: for teachers and references, distillation and KL.
+
+    All of them are of one version: if another is installed meanwhile the call fails, and nothing of it is kept.
+    Pins and errors as for Generate; also VERSION_CHANGED, REQUEST_ABORTED (ABORTED: ask again), SCORE_INCOMPLETE (INTERNAL: the engine
+    left a log probability out, or gave one that is not finite).
+    """
+    Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
+    """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+
+    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
     """
 
 @_typing.type_check_only
@@ -58,16 +71,29 @@ class RolloutAsyncStub(RolloutStub):
     """Generate from a prompt of token ids.
 
     Each message's tokens were made by exactly one version (INV-11); a message never crosses a version's border.
-    The last message has `finish`, whose spans cover all tokens. Cancelling the call aborts the request.
+    The last message of each sample has `finish`, whose spans cover all its tokens. Cancelling the call, or its
+    deadline, aborts the request.
 
-    Preconditions: the engine's gate opens within `wait` and its version satisfies the pin. Requests wait
-    outside the engine, so that none is queued in a paused vLLM.
+    Preconditions: the engine's gate opens within `wait` and its version satisfies the pin, of which only the engine
+    is the judge. Requests wait outside the engine, so that none is queued in a paused vLLM.
 
     Errors, by ErrorInfo.reason: INVALID_REQUEST (token ids, lengths or sampling fields that the engine would
     die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
     metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
     LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
     but INVALID_REQUEST.
+    """
+    Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
+    """The log probability of each of the given tokens: for teachers and references, distillation and KL.
+
+    All of them are of one version: if another is installed meanwhile the call fails, and nothing of it is kept.
+    Pins and errors as for Generate; also VERSION_CHANGED, REQUEST_ABORTED (ABORTED: ask again), SCORE_INCOMPLETE (INTERNAL: the engine
+    left a log probability out, or gave one that is not finite).
+    """
+    Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
+    """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+
+    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
     """
 
 class RolloutServicer(metaclass=_abc_1.ABCMeta):
@@ -82,16 +108,41 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         """Generate from a prompt of token ids.
 
         Each message's tokens were made by exactly one version (INV-11); a message never crosses a version's border.
-        The last message has `finish`, whose spans cover all tokens. Cancelling the call aborts the request.
+        The last message of each sample has `finish`, whose spans cover all its tokens. Cancelling the call, or its
+        deadline, aborts the request.
 
-        Preconditions: the engine's gate opens within `wait` and its version satisfies the pin. Requests wait
-        outside the engine, so that none is queued in a paused vLLM.
+        Preconditions: the engine's gate opens within `wait` and its version satisfies the pin, of which only the engine
+        is the judge. Requests wait outside the engine, so that none is queued in a paused vLLM.
 
         Errors, by ErrorInfo.reason: INVALID_REQUEST (token ids, lengths or sampling fields that the engine would
         die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
         metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
         LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
         but INVALID_REQUEST.
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _rollout_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.ScoreResponse, _abc.Awaitable[_rollout_pb2.ScoreResponse]]:
+        """The log probability of each of the given tokens: for teachers and references, distillation and KL.
+
+        All of them are of one version: if another is installed meanwhile the call fails, and nothing of it is kept.
+        Pins and errors as for Generate; also VERSION_CHANGED, REQUEST_ABORTED (ABORTED: ask again), SCORE_INCOMPLETE (INTERNAL: the engine
+        left a log probability out, or gave one that is not finite).
+        """
+
+    @_abc_1.abstractmethod
+    def Abort(
+        self,
+        request: _rollout_pb2.AbortRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_rollout_pb2.AbortResponse, _abc.Awaitable[_rollout_pb2.AbortResponse]]:
+        """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+
+        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
         """
 
 def add_RolloutServicer_to_server(servicer: RolloutServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

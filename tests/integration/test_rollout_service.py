@@ -1,0 +1,215 @@
+"""What an engine agent answers rollout code: pins, several samples, scores, aborts; over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from controlplane.core import errors as e
+from controlplane.rpc.errors import from_rpc_error
+from engine_agent.memory_engine import score_of
+from tests.cases.engines import Hands, lay_hands
+from tests.cases.fleet import CaseFleet, case_fleet
+from tests.support.eventually import eventually
+from tests.support.local_fleet import RUN, Weights
+from weightplane.v1 import fleet_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2
+
+PROMPT = [1, 2, 3, 4]
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    return lay_hands(monkeypatch)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, hands: Hands) -> AsyncIterator[CaseFleet]:
+    async with case_fleet(tmp_path, memory={"seconds_per_token": 0.001}) as running:
+        yield running
+
+
+async def stub(fleet: CaseFleet) -> Any:
+    return rollout_pb2_grpc.RolloutStub(fleet.channel((await fleet.engine("e0")).endpoint))
+
+
+def ask(max_tokens: int, pin: rollout_pb2.Pin | None = None, **fields: Any) -> rollout_pb2.GenerateRequest:
+    request = rollout_pb2.GenerateRequest(
+        run_id=RUN,
+        model="policy",
+        prompt_token_ids=PROMPT,
+        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens, **fields),
+        pin=pin,
+    )
+    request.wait.FromMilliseconds(300)
+    return request
+
+
+def score(pin: rollout_pb2.Pin | None = None, tokens: list[int] | None = None) -> rollout_pb2.ScoreRequest:
+    request = rollout_pb2.ScoreRequest(run_id=RUN, model="policy", token_ids=tokens or PROMPT, pin=pin)
+    request.wait.FromMilliseconds(300)
+    return request
+
+
+async def collect(call: Any) -> dict[int, tuple[list[int], rollout_pb2.Finish]]:
+    """By sample: tokens and finish. Raises the typed error."""
+    found: dict[int, tuple[list[int], rollout_pb2.Finish]] = {}
+    try:
+        async for response in call:
+            tokens, _ = found.setdefault(response.index, ([], rollout_pb2.Finish()))
+            tokens += response.token_ids
+            found[response.index] = (tokens, response.finish)
+    except grpc.aio.AioRpcError as error:
+        raise from_rpc_error(error) from error
+    return found
+
+
+async def refusal(call: Any) -> e.WeightplaneError:
+    try:
+        await call
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error)
+    raise AssertionError("it was not refused")
+
+
+async def test_n_samples_of_one_prompt_come_with_their_index_and_their_spans(fleet: CaseFleet, hands: Hands) -> None:
+    await fleet.deliver(Weights())
+    found = await collect((await stub(fleet)).Generate(ask(5, n=3), timeout=10))
+    assert sorted(found) == [0, 1, 2]
+    for tokens, finish in found.values():
+        assert len(tokens) == 5
+        assert [(s.version.number, s.start, s.end) for s in finish.spans] == [(1, 0, 5)]
+    await eventually(lambda: runs(fleet, 0))
+
+
+async def runs(fleet: CaseFleet, count: int) -> bool:
+    return (await fleet.status("e0")).live_requests == count
+
+
+async def test_a_caller_that_goes_away_leaves_no_sample_of_its_own_running(fleet: CaseFleet, hands: Hands) -> None:
+    await fleet.deliver(Weights())
+    call = (await stub(fleet)).Generate(ask(4000, n=4), timeout=10)
+    await call.read()
+    call.cancel()
+    await eventually(lambda: runs(fleet, 0))
+
+
+async def test_a_deadline_reaches_the_engine(fleet: CaseFleet, hands: Hands) -> None:
+    await fleet.deliver(Weights())
+    with pytest.raises(e.WeightplaneError):
+        await collect((await stub(fleet)).Generate(ask(4000), timeout=0.2))
+    await eventually(lambda: runs(fleet, 0))
+
+
+async def test_a_pin_of_lag_is_judged_in_commits_and_not_in_numbers(fleet: CaseFleet, hands: Hands) -> None:
+    await fleet.deliver(Weights())
+    begun = await fleet.begin()  # a number that is burned
+    give_up = fleet_pb2.AbortUpdateRequest(run_id=RUN, update_id=begun.update_id, term=fleet.term)
+    await fleet.fleet.AbortUpdate(give_up, timeout=5)
+    await fleet.deliver(Weights())
+    found = await collect((await stub(fleet)).Generate(ask(2, rollout_pb2.Pin(max_lag=0)), timeout=10))
+    assert found[0][1].spans[0].version.number == 3
+
+
+async def test_an_exact_pin_on_another_version_is_refused_with_both(fleet: CaseFleet, hands: Hands) -> None:
+    state = await fleet.deliver(Weights())
+    other = version_pb2.WeightVersion(term=state.version.term, number=7)
+    with pytest.raises(e.VersionUnavailable, match=rf"exactly {state.version.term}\.7, the engine applied"):
+        await collect((await stub(fleet)).Generate(ask(2, rollout_pb2.Pin(exact_version=other)), timeout=10))
+
+
+async def test_inv11_an_install_ends_a_sample_of_an_exact_version_with_the_tokens_it_has(
+    fleet: CaseFleet, hands: Hands
+) -> None:
+    first = await fleet.deliver(Weights())
+    service = await stub(fleet)
+    pinned = asyncio.ensure_future(
+        collect(service.Generate(ask(4000, rollout_pb2.Pin(exact_version=first.version)), timeout=20))
+    )
+    free = service.Generate(ask(4000), timeout=20)
+    await free.read()
+    await eventually(lambda: runs(fleet, 2))
+    await fleet.deliver(Weights())
+    tokens, finish = (await pinned)[0]
+    assert finish.reason == rollout_pb2.FINISH_REASON_VERSION_CHANGED
+    assert [(s.version.number, s.start, s.end) for s in finish.spans] == [(1, 0, len(tokens))]
+    free.cancel()
+    await eventually(lambda: runs(fleet, 0))
+
+
+async def test_a_score_has_one_number_for_each_token_but_the_first_and_one_version(
+    fleet: CaseFleet, hands: Hands
+) -> None:
+    await fleet.deliver(Weights())
+    answer = await (await stub(fleet)).Score(score(), timeout=10)
+    engine = hands["e0"].engine
+    assert engine is not None
+    weights = engine._weights
+    assert list(answer.logprobs) == pytest.approx([score_of(weights, PROMPT, i) for i in (1, 2, 3)])
+    assert answer.version.number == 1
+
+
+@pytest.mark.parametrize(("tokens", "problem"), [([1], "2 to 4095"), ([1, 256], "outside of the vocabulary")])
+async def test_what_cannot_be_scored_is_refused_before_it_enters(
+    fleet: CaseFleet, hands: Hands, tokens: list[int], problem: str
+) -> None:
+    await fleet.deliver(Weights())
+    error = await refusal((await stub(fleet)).Score(score(tokens=tokens), timeout=10))
+    assert isinstance(error, e.InvalidRequest)
+    assert problem in str(error)
+
+
+@pytest.mark.parametrize("left_out", [0, 1])
+async def test_a_missing_logprob_is_an_error_and_never_a_number(
+    fleet: CaseFleet, hands: Hands, left_out: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.deliver(Weights())
+    wrong = [(), (-1.0, float("nan"), -1.0)][left_out]
+    monkeypatch.setattr(type(hands["e0"].engine), "_scores", lambda *_: wrong)
+    error = await refusal((await stub(fleet)).Score(score(), timeout=10))
+    assert isinstance(error, e.ScoreIncomplete)
+    assert (error.expected, error.got) == (3, [0, 2][left_out])
+
+
+async def test_a_score_over_an_install_is_refused_whole(fleet: CaseFleet, hands: Hands) -> None:
+    await fleet.deliver(Weights())
+    hands["e0"].limit_samples(0)
+    running = asyncio.ensure_future((await stub(fleet)).Score(score(), timeout=20))
+    await eventually(lambda: runs(fleet, 1))
+    await fleet.deliver(Weights())
+    assert isinstance(await refusal(running), e.VersionChanged)
+
+
+async def test_an_aborted_score_is_refused(fleet: CaseFleet, hands: Hands) -> None:
+    await fleet.deliver(Weights())
+    hands["e0"].limit_samples(0)
+    asked = score()
+    asked.request_id = "mine"
+    service = await stub(fleet)
+    running = asyncio.ensure_future(service.Score(asked, timeout=20))
+    await eventually(lambda: runs(fleet, 1))
+    named = rollout_pb2.AbortRequest(run_id=RUN, model="policy", request_ids=["mine", "nobody's"])
+    assert list((await service.Abort(named, timeout=5)).request_ids) == ["mine"]
+    assert isinstance(await refusal(running), e.RequestAborted)
+
+
+@pytest.mark.parametrize(
+    ("extra", "problem"),
+    [
+        ({"multi_modal_data": {"image": "x"}}, "no images, sound or video"),
+        ({"temperature": 1.0}, "a field of its own"),
+        ({"best_of": 2}, "no such field"),
+    ],
+)
+async def test_a_sampling_field_that_the_engine_does_not_have_is_refused_by_name(
+    fleet: CaseFleet, hands: Hands, extra: dict[str, Any], problem: str
+) -> None:
+    await fleet.deliver(Weights())
+    request = ask(2)
+    request.sampling.extra.update(extra)
+    with pytest.raises(e.InvalidRequest, match=f"sampling.extra.{next(iter(extra))}.*{problem}"):
+        await collect((await stub(fleet)).Generate(request, timeout=10))
