@@ -89,4 +89,4 @@ async def _pause(life: EngineLife, how: Pause) -> int:
         return 0
     async with life.standing_still():
         resumed = operator not in life.core.state.holds  # its owner's word came while an install was waited for
-        return 0 if resumed else len(life.requests.abort())
+        return 0 if resumed else len(life.requests.abort(why="paused"))

@@ -180,15 +180,15 @@ class Requests:
 
     def abort_all(self) -> None:
         """Poisoned: what waited is dropped, and each request ends with the spans that it has (R4)."""
-        self.abort()
+        self.abort(why="poisoned")
 
-    def abort(self, names: Collection[str] | None = None) -> list[str]:
+    def abort(self, names: Collection[str] | None = None, *, why: str = "aborted") -> list[str]:
         """End those that their callers named so, or all: each with the spans that it has (R4). The names of those that
-        were here, one for each."""
+        were here, one for each. `why` is their stop reason: `aborted` by their callers, `paused`, `poisoned`."""
         ended = [r for r in self._live.values() if not r.ended and (names is None or r.name in names)]
         for request in ended:
             request.waiting.clear()
-            self._finish(request, GenerationDelta((), (), finish_reason="abort"))
+            self._finish(request, GenerationDelta((), (), finish_reason="abort", stop_reason=why))
         return [request.name for request in ended]
 
     def fail_all(self, error: WeightplaneError) -> None:

@@ -1,8 +1,8 @@
 """The rollout client: asks the coordinator where, and the engines for tokens. No byte goes through the coordinator.
 
-Promises whole samples whose spans cover their tokens exactly (INV-11), and another engine when one cannot serve and
-no token has come yet. Refuses to hide a loss: once a token was received an error reaches the caller, since asking
-again would be another sample. A coordinator that goes away does not stop rollouts: the last routes stay in force.
+Promises whole samples whose spans cover their tokens exactly (INV-11), and another engine when one cannot serve. What
+becomes of a sample whose engine goes away in mid-way is the caller's to say (`on_loss`); unless told otherwise the
+error reaches the caller, since asking again is another sample.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Self
 
@@ -20,56 +20,28 @@ import grpc
 import structlog
 
 from controlplane.core import errors as e
+from controlplane.core.lag import Commits
 from controlplane.core.pins import Pin
 from controlplane.core.sampling import SamplingSettings
-from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, WeightVersion
+from controlplane.core.versions import ModelName, RunId, WeightVersion
+from controlplane.rollout.asking import ELSEWHERE_MAY_DO, Ask, OnLoss, check_recovery, prefixed
+from controlplane.rollout.choosing import Choosing
 from controlplane.rollout.connections import Connections
-from controlplane.rollout.routing import Route, Routes, RoutingTable
-from controlplane.rollout.sample import Assembly, Delta, Sample
-from controlplane.rollout.wire import delta_from_proto, routes_from_proto
-from controlplane.rpc.channels import open_channel
-from controlplane.rpc.codec import pin_to_proto, sampling_to_proto, seconds_to_proto
+from controlplane.rollout.policies import LeastLoaded, Policy
+from controlplane.rollout.routing import Route, Routes
+from controlplane.rollout.sample import Assembly, Delta, Sample, Scores
+from controlplane.rollout.watching import RouteWatch
+from controlplane.rollout.wire import delta_from_proto
+from controlplane.rpc.codec import pin_to_proto, seconds_to_proto, version_from_proto
 from controlplane.rpc.errors import RemoteError, from_rpc_error
 from controlplane.rpc.validation import validate
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-WATCH_BACKOFF_SECONDS = 0.1
-WATCH_BACKOFF_MAX_SECONDS = 2.0
-RETRY_PAUSE_SECONDS = 0.25
-"""Between two rounds over all engines, unless the routes change earlier."""
 SHORTEST_WAIT_SECONDS = 0.05
-SETTLE_SECONDS = 0.1
-"""How long a request waits for an engine that is usually there, while others could serve it."""
-
-_ELSEWHERE_MAY_DO = (
-    e.VersionUnavailable,
-    e.EngineNotReady,
-    e.EnginePoisoned,
-    e.EngineDied,
-    e.LimitExceeded,
-    e.WrongRun,
-    e.WrongModel,
-    e.PeerLost,
-)
-
-
-@dataclass(slots=True)
-class _Ask:
-    """One request of the caller, over all engines that it is tried on."""
-
-    assembly: Assembly
-    request: rollout_pb2.GenerateRequest
-    started: float
-    deadline: float
-    """When the caller gives up, tokens or not."""
-    patience: float
-    """Until when an engine, its gate and the pin are waited for."""
-    tried: set[tuple[EngineId, Incarnation]] = field(default_factory=set)
-    last_error: e.WeightplaneError | None = None
-    settle_by: float = 0.0
-    """Until when missing engines are waited for; 0: not yet."""
+BATCH_AT_ONCE = 1024
+"""Requests of a batch that are open at once, unless told otherwise."""
 
 
 class RolloutClient:
@@ -87,24 +59,28 @@ class RolloutClient:
         run_id: str | None = None,
         wait_seconds: float = 30.0,
         deadline_seconds: float = 300.0,
+        policy: Policy | None = None,
+        on_loss: OnLoss = "fail",
     ) -> None:
         """`wait_seconds` bounds the wait for an engine that may serve; `deadline_seconds` a whole sample.
 
-        Without `run_id` the client works for whatever run the coordinator leads.
+        Without `run_id` the client works for whatever run the coordinator leads. `policy`: which of the engines gets a
+        request (`LeastLoaded`, `PowerOfTwo`, `BySession`). `on_loss`: what becomes of a sample with tokens whose
+        engine goes away, or that an engine cut for an update: `resume` it at another engine from the tokens that it
+        has, `restart` it, or `fail`: raise, or hand out what was cut.
         """
         self._coordinator = coordinator
         self._model = ModelName(model)
-        self._run_id = None if run_id is None else RunId(run_id)
         self._wait_seconds = wait_seconds
         self._deadline_seconds = deadline_seconds
-        self._table = RoutingTable()
-        self._changed = asyncio.Event()
-        self._refused: e.WeightplaneError | None = None
+        self._on_loss = on_loss
         self._connections = Connections()
+        self._watch = RouteWatch(coordinator, self._model, None if run_id is None else RunId(run_id), self._connections)
+        self._choosing = Choosing(self._watch, policy or LeastLoaded(), coordinator)
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        self._watcher = asyncio.create_task(self._watch(), name=f"watch-routes-{self._model}")
+        self._watcher = asyncio.create_task(self._watch.run(), name=f"watch-routes-{self._model}")
         return self
 
     async def __aexit__(
@@ -118,7 +94,12 @@ class RolloutClient:
     @property
     def routes(self) -> Routes | None:
         """What the coordinator last said; None before its first word."""
-        return self._table.routes
+        return self._watch.table.routes
+
+    @property
+    def commits(self) -> Commits:
+        """The fleet's commits, as far as they were told: what lag is counted in. Grows while the client lives."""
+        return self._watch.table.commits
 
     async def generate(
         self,
@@ -128,13 +109,21 @@ class RolloutClient:
         min_version: WeightVersion | None = None,
         exact_version: WeightVersion | None = None,
         max_lag: int | None = None,
+        session_id: str = "",
         request_id: str = "",
         deadline_seconds: float | None = None,
+        on_loss: OnLoss | None = None,
+        prefix: Sample | None = None,
     ) -> Sample:
         """A whole sample, begun with a version that the pins allow.
 
-        `min_version`: this one or a later one. `exact_version`: this one, for the whole sample; an install ends it as
-        `version_changed`. `max_lag`: at most so many fleet commits behind the newest.
+        Args:
+            min_version: This one or a later one.
+            exact_version: This one, for the whole sample; an install ends it as `version_changed`.
+            max_lag: At most so many fleet commits behind the newest.
+            session_id: Requests of one conversation; the policy `BySession` sends them to one engine.
+            prefix: A sample of the same prompt that was cut: it goes on from there, and `sampling.max_tokens` counts
+                its tokens too. Its spans are the new one's.
 
         Raises:
             InvalidRequest, FrameInvalid: the request cannot be served anywhere.
@@ -146,7 +135,7 @@ class RolloutClient:
             SpanMismatch: the engine's spans do not cover the tokens exactly.
         """
         pin = Pin(min_version, exact_version, max_lag)
-        ask = self._new_ask(prompt_token_ids, sampling, pin, request_id, deadline_seconds)
+        ask = self._new_ask(prompt_token_ids, sampling, pin, request_id, deadline_seconds, session_id, on_loss, prefix)
         async with contextlib.aclosing(self._deltas(ask)) as deltas:
             async for _ in deltas:
                 pass  # the assembly has taken it
@@ -160,18 +149,99 @@ class RolloutClient:
         min_version: WeightVersion | None = None,
         exact_version: WeightVersion | None = None,
         max_lag: int | None = None,
+        session_id: str = "",
         request_id: str = "",
         deadline_seconds: float | None = None,
+        on_loss: OnLoss | None = None,
     ) -> AsyncGenerator[Delta, None]:
         """The deltas of a sample as they come; the last has `ending`. Raises as `generate` does.
 
-        Closing the generator (`contextlib.aclosing`) aborts the request in the engine.
+        What was handed out cannot be taken back: `restart` is refused. Closing the generator (`contextlib.aclosing`)
+        aborts the request in the engine.
         """
+        if (on_loss or self._on_loss) == "restart":
+            raise e.InvalidRequest(field="on_loss", problem="a stream cannot be restarted; resume or fail")
         pin = Pin(min_version, exact_version, max_lag)
-        ask = self._new_ask(prompt_token_ids, sampling, pin, request_id, deadline_seconds)
+        ask = self._new_ask(prompt_token_ids, sampling, pin, request_id, deadline_seconds, session_id, on_loss, None)
         async with contextlib.aclosing(self._deltas(ask)) as deltas:
             async for delta in deltas:
                 yield delta
+
+    async def generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingSettings,
+        *,
+        at_once: int = BATCH_AT_ONCE,
+        progress: Callable[[int, int], None] | None = None,
+        min_version: WeightVersion | None = None,
+        max_lag: int | None = None,
+        on_loss: OnLoss | None = None,
+    ) -> list[list[Sample]]:
+        """`sampling.n` samples of each prompt, in the prompts' order. The first error ends all of them.
+
+        `progress` is told how many samples are done, and of how many. Samples of one prompt are one session.
+        """
+        done, total, room = 0, len(prompts) * sampling.n, asyncio.Semaphore(at_once)
+
+        async def one(prompt: Sequence[int], place: int, index: int) -> Sample:
+            nonlocal done
+            seed = None if sampling.seed is None else sampling.seed + index
+            async with room:
+                sample = await self.generate(
+                    prompt,
+                    replace(sampling, n=1, seed=seed),
+                    min_version=min_version,
+                    max_lag=max_lag,
+                    on_loss=on_loss,
+                    session_id=f"batch-{place}",
+                )
+            done += 1
+            if progress is not None:
+                progress(done, total)
+            return sample
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                [group.create_task(one(prompt, place, i)) for i in range(sampling.n)]
+                for place, prompt in enumerate(prompts)
+            ]
+        return [[task.result() for task in of_prompt] for of_prompt in tasks]
+
+    async def score(
+        self,
+        token_ids: Sequence[int],
+        *,
+        min_version: WeightVersion | None = None,
+        exact_version: WeightVersion | None = None,
+        max_lag: int | None = None,
+        session_id: str = "",
+        deadline_seconds: float | None = None,
+    ) -> Scores:
+        """How probable each of the tokens is, all to one version. Asked again where an install came between.
+
+        Raises as `generate` does; ScoreIncomplete: the engine left one out.
+        """
+        pin, one = Pin(min_version, exact_version, max_lag), SamplingSettings(max_tokens=1)
+        ask = self._new_ask(token_ids, one, pin, "", deadline_seconds, session_id, "fail", None)
+        while True:
+            route, run_id = await self._choosing.next_route(ask)
+            request = rollout_pb2.ScoreRequest(
+                run_id=run_id,
+                model=self._model,
+                request_id=ask.assembly.request_id,
+                token_ids=token_ids,
+                pin=pin_to_proto(pin),
+                wait=seconds_to_proto(_engine_wait(ask)),
+            )
+            validate(request)
+            try:
+                with self._asking(route) as channel:
+                    answer = await rollout_pb2_grpc.RolloutStub(channel).Score(request, timeout=_time_left(ask))
+            except grpc.aio.AioRpcError as error:
+                self._declined(_typed(error, route, ask), route, ask)
+                continue
+            return Scores((None, *answer.logprobs), version_from_proto(answer.version), route.engine_id)
 
     # ---- one request ----------------------------------------------------------------------------
 
@@ -182,175 +252,118 @@ class RolloutClient:
         pin: Pin,
         request_id: str,
         deadline_seconds: float | None,
-    ) -> _Ask:
+        session_id: str,
+        on_loss: OnLoss | None,
+        prefix: Sample | None,
+    ) -> Ask:
+        if sampling.n != 1:
+            raise e.InvalidRequest(field="sampling.n", problem="one sample at a time; generate_batch makes several")
+        recovery = on_loss or self._on_loss
+        check_recovery(sampling, recovery)
         now = time.monotonic()
         limit = self._deadline_seconds if deadline_seconds is None else deadline_seconds
-        request = self._request(prompt, sampling, pin, request_id or uuid.uuid4().hex)
-        return _Ask(
-            assembly=Assembly(request.request_id, pin, with_logprobs=sampling.logprobs is not None),
-            request=request,
+        patience = min(limit, self._wait_seconds)
+        assembly = Assembly(request_id or uuid.uuid4().hex, pin, with_logprobs=sampling.logprobs is not None)
+        return Ask(
+            model=self._model,
+            prompt=tuple(prompt),
+            sampling=sampling,
+            assembly=prefixed(assembly, prefix),
+            prefix=prefix,
+            session_id=session_id,
+            on_loss=recovery,
             started=now,
             deadline=now + limit,
-            patience=now + min(limit, self._wait_seconds),
+            patience=now + patience,
+            patience_seconds=patience,
         )
 
-    def _request(
-        self, prompt: Sequence[int], sampling: SamplingSettings, pin: Pin, request_id: str
-    ) -> rollout_pb2.GenerateRequest:
-        try:
-            return rollout_pb2.GenerateRequest(
-                model=self._model,
-                request_id=request_id,
-                prompt_token_ids=prompt,
-                sampling=sampling_to_proto(sampling),
-                pin=pin_to_proto(pin),
-                priority=sampling.priority,
-            )
-        except (TypeError, ValueError) as error:
-            raise e.InvalidRequest(field="prompt_token_ids or sampling", problem=str(error)) from error
-
-    async def _deltas(self, ask: _Ask) -> AsyncGenerator[Delta, None]:
+    async def _deltas(self, ask: Ask) -> AsyncGenerator[Delta, None]:
         while True:
-            route, run_id = await self._next_route(ask)
+            route, run_id = await self._choosing.next_route(ask)
             try:
                 async with contextlib.aclosing(self._ask_engine(route, run_id, ask)) as deltas:
                     async for delta in deltas:
                         ask.assembly.add(delta)
+                        if ask.cut(delta):
+                            yield replace(delta, ending=None)
+                            raise e.RequestAborted(request_id=ask.assembly.request_id)
                         yield delta
                 return
-            except _ELSEWHERE_MAY_DO as error:
-                if ask.assembly.tokens:
-                    raise
-                log.info("engine_declined", engine=route.engine_id, reason=error.reason, request=ask.request.request_id)
-                ask.last_error = error
-                ask.tried.add((route.engine_id, route.incarnation))
+            except ELSEWHERE_MAY_DO as error:
+                rest = self._declined(error, route, ask)
+                if rest is not None:
+                    ask.assembly.add(rest)
+                    yield rest
+                    return
 
-    async def _ask_engine(self, route: Route, run_id: RunId, ask: _Ask) -> AsyncGenerator[Delta, None]:
+    def _declined(self, error: e.WeightplaneError, route: Route, ask: Ask) -> Delta | None:
+        """Raises the error where no other engine may be asked; a delta where the sample is whole as it is."""
+        if not isinstance(error, ELSEWHERE_MAY_DO):
+            raise error
+        rest = ask.lost(error)
+        log.info("engine_declined", engine=route.engine_id, reason=error.reason, request=ask.assembly.request_id)
+        if not isinstance(error, (e.RequestAborted, e.VersionChanged)):
+            ask.tried.add((route.engine_id, route.incarnation))
+        return rest
+
+    async def _ask_engine(self, route: Route, run_id: RunId, ask: Ask) -> AsyncGenerator[Delta, None]:
         """One attempt on one engine. Ends after a delta with `ending`, or raises."""
-        request = ask.request
+        request = ask.request()
         request.run_id = run_id
-        request.wait.CopyFrom(seconds_to_proto(self._engine_wait(ask)))
+        request.wait.CopyFrom(seconds_to_proto(_engine_wait(ask)))
         validate(request)
-        with self._table.asking(route), self._connections.use(route.endpoint) as channel:
-            timeout = max(ask.deadline - time.monotonic(), SHORTEST_WAIT_SECONDS)
-            call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=timeout)
+        with self._asking(route) as channel:
+            call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=_time_left(ask))
             try:
                 async for response in call:
                     delta = delta_from_proto(route.engine_id, response)
-                    _refuse_empty_abort(delta, ask)
+                    _refuse_empty_end(delta, ask)
                     yield delta
                     if delta.ending is not None:
                         return
             except grpc.aio.AioRpcError as error:
-                raise self._typed(error, route, ask) from error
+                raise _typed(error, route, ask) from error
             finally:
                 call.cancel()
         raise e.PeerLost(peer=route.engine_id, cause="the stream ended without a finish")
 
-    def _engine_wait(self, ask: _Ask) -> float:
-        """Half of the patience left, so that another engine can still be tried after this one."""
-        return max((ask.patience - time.monotonic()) / 2, SHORTEST_WAIT_SECONDS)
-
-    def _typed(self, error: grpc.aio.AioRpcError, route: Route, ask: _Ask) -> e.WeightplaneError:
-        typed = from_rpc_error(error)
-        if not isinstance(typed, RemoteError):
-            return typed
-        if typed.code in ("UNAVAILABLE", "CANCELLED"):
-            return e.PeerLost(peer=f"{route.engine_id} at {route.endpoint}", cause=typed.text)
-        if typed.code == "DEADLINE_EXCEEDED":
-            waited = round(time.monotonic() - ask.started, 1)
-            return e.DeadlineExceeded(
-                phase="generate", waited_for=f"{route.engine_id} to finish", waited_seconds=waited
-            )
-        return typed
-
-    # ---- choosing -------------------------------------------------------------------------------
-
-    async def _next_route(self, ask: _Ask) -> tuple[Route, RunId]:
-        """Waits, within the request's patience, for an engine that may be asked."""
-        while True:
-            if self._refused is not None:
-                raise self._refused
-            candidates = self._table.candidates(ask.assembly.pin, ask.tried)
-            left = ask.patience - time.monotonic()
-            if candidates and self._table.routes is not None and (left > 0 or ask.last_error is None):
-                if not await self._settles(ask, candidates):
-                    return self._table.least_loaded(candidates), self._table.routes.run_id
-                continue
-            if left <= 0:
-                raise self._gave_up(ask)
-            await self._change(min(left, RETRY_PAUSE_SECONDS) if ask.tried else left)
-            ask.tried.clear()
-
-    async def _settles(self, ask: _Ask, candidates: list[Route]) -> bool:
-        """Whether the routes changed while a request waited, once, for engines that are usually there.
-
-        After an update the engines come back one after the other; without this a burst of requests would all go to
-        the first.
-        """
-        if ask.tried or len(candidates) >= self._table.usual:
-            return False
-        now = time.monotonic()
-        ask.settle_by = ask.settle_by or now + SETTLE_SECONDS
-        if await self._change(max(ask.settle_by - now, 0)):
-            return True
-        self._table.usual = len(candidates)  # they are gone for longer: nobody waits for them again
-        return False
-
-    async def _change(self, timeout: float) -> bool:
-        """Whether the routes changed within `timeout`."""
+    @contextlib.contextmanager
+    def _asking(self, route: Route) -> Iterator[grpc.aio.Channel]:
+        """The channel to an engine, with one request more counted on it."""
         try:
-            return await asyncio.wait_for(self._changed.wait(), timeout)
-        except TimeoutError:
-            return False
+            with self._watch.table.asking(route), self._connections.use(route.endpoint) as channel:
+                yield channel
+        finally:
+            self._watch.ended()
 
-    def _gave_up(self, ask: _Ask) -> e.WeightplaneError:
-        if ask.last_error is not None:
-            return ask.last_error
-        wanted, applied = ask.assembly.pin, self._table.newest_applied()
-        if wanted.wants and applied is not None:
-            return e.VersionUnavailable(wanted=str(wanted), applied=str(applied))
+
+def _engine_wait(ask: Ask) -> float:
+    """Half of the patience left, so that another engine can still be tried after this one."""
+    return max((ask.patience - time.monotonic()) / 2, SHORTEST_WAIT_SECONDS)
+
+
+def _time_left(ask: Ask) -> float:
+    return max(ask.deadline - time.monotonic(), SHORTEST_WAIT_SECONDS)
+
+
+def _typed(error: grpc.aio.AioRpcError, route: Route, ask: Ask) -> e.WeightplaneError:
+    typed = from_rpc_error(error)
+    if not isinstance(typed, RemoteError):
+        return typed
+    if typed.code in ("UNAVAILABLE", "CANCELLED"):
+        return e.PeerLost(peer=f"{route.engine_id} at {route.endpoint}", cause=typed.text)
+    if typed.code == "DEADLINE_EXCEEDED":
         waited = round(time.monotonic() - ask.started, 1)
-        target = f"a routable engine of model {self._model} from the coordinator at {self._coordinator}"
-        return e.DeadlineExceeded(phase="route", waited_for=target, waited_seconds=waited)
-
-    # ---- routes ---------------------------------------------------------------------------------
-
-    async def _watch(self) -> None:
-        """Follow the coordinator's routes for ever, over its restarts."""
-        pause = WATCH_BACKOFF_SECONDS
-        async with open_channel(self._coordinator) as channel:
-            stub = fleet_pb2_grpc.FleetStub(channel)
-            while self._refused is None:
-                request = fleet_pb2.WatchRoutesRequest(model=self._model, run_id=self._run_id or "")
-                try:
-                    async for response in stub.WatchRoutes(request):
-                        pause = WATCH_BACKOFF_SECONDS
-                        self._take(response)
-                except grpc.aio.AioRpcError as error:
-                    self._lost(from_rpc_error(error))
-                self._table.mark_stale()
-                await asyncio.sleep(pause)
-                pause = min(pause * 2, WATCH_BACKOFF_MAX_SECONDS)
-
-    def _take(self, response: fleet_pb2.WatchRoutesResponse) -> None:
-        self._table.replace(routes_from_proto(response))
-        self._connections.keep([r.endpoint for r in response.routes])
-        self._wake()
-
-    def _lost(self, error: e.WeightplaneError) -> None:
-        if isinstance(error, (e.WrongRun, e.FrameInvalid)):
-            self._refused = error  # asking again would be answered the same
-            self._wake()
-        log.info("routes_lost", coordinator=self._coordinator, reason=error.reason, text=str(error))
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        return e.DeadlineExceeded(phase="generate", waited_for=f"{route.engine_id} to finish", waited_seconds=waited)
+    return typed
 
 
-def _refuse_empty_abort(delta: Delta, ask: _Ask) -> None:
-    """An engine that aborts before the first token has lost nothing of the sample: another one may do it."""
-    aborted = delta.ending is not None and delta.ending.finish_reason == "abort"
-    if aborted and not delta.tokens and not ask.assembly.tokens:
+def _refuse_empty_end(delta: Delta, ask: Ask) -> None:
+    """An engine that ends a sample before its first token has lost nothing of it: another one may do it."""
+    if delta.ending is None or delta.tokens or ask.assembly.tokens:
+        return
+    if delta.ending.finish_reason == "version_changed":
+        raise e.VersionChanged(request_id=ask.assembly.request_id)
+    if delta.ending.finish_reason == "abort":
         raise e.EngineNotReady(engine_id=delta.engine_id, holds="it aborted the request before its first token")

@@ -1,14 +1,14 @@
 """Which engine to ask. What the coordinator says is routable, and what this client has in flight; no I/O.
 
-Promises the least loaded engine that meets the pin, counted by this client's own requests: what engines report is
-older than what it just sent. Routes of a coordinator that went away stay in force, marked stale (INV-10: a lost
-coordinator shuts no gate).
+Promises only engines that meet the pin, with their load counted by this client's own requests: what engines report is
+older than what it just sent. Which one of them is a policy's to say. Routes of a coordinator that went away stay in
+force, marked stale (INV-10: a lost coordinator shuts no gate).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -59,11 +59,14 @@ class RoutingTable:
     usual: int = 0
     """How many engines there are when none is missing, as far as was seen."""
     _in_flight: Counter[EngineId] = field(default_factory=Counter)
+    _reported: dict[EngineId, int] = field(default_factory=dict)
+    """By engine: how many of its requests were this client's when it was heard of last."""
     _asked: dict[EngineId, int] = field(default_factory=dict)
     _clock: int = 0
 
     def replace(self, routes: Routes) -> None:
         self.routes = routes
+        self._reported = {r.engine_id: self._in_flight[r.engine_id] for r in routes.routes}
         self.commits.note(routes.commits)
         self.usual = max(self.usual, len(routes.routes))
 
@@ -84,9 +87,6 @@ class RoutingTable:
             for r in self.routes.routes
             if (r.engine_id, r.incarnation) not in tried and (not judged or self._meets(r, pin))
         ]
-
-    def least_loaded(self, candidates: Iterable[Route]) -> Route:
-        return min(candidates, key=self._load)
 
     @contextmanager
     def asking(self, route: Route) -> Iterator[None]:
@@ -110,6 +110,12 @@ class RoutingTable:
     def _meets(self, route: Route, pin: Pin) -> bool:
         return route.applied is not None and pin.allows(route.applied, self.commits)
 
-    def _load(self, route: Route) -> tuple[int, int, int]:
-        # Own requests first; then what others send there; then whoever was asked longest ago.
+    def has_room(self, route: Route) -> bool:
+        """The engine would run one request more: by its size, this client's requests, and what others were seen to
+        have in it."""
+        others = max(0, route.live_requests - self._reported.get(route.engine_id, 0))
+        return not route.max_requests or self._in_flight[route.engine_id] + others < route.max_requests
+
+    def load(self, route: Route) -> tuple[int, int, int]:
+        """Own requests first; then what others send there; then whoever was asked longest ago."""
         return (self._in_flight[route.engine_id], route.live_requests, self._asked.get(route.engine_id, 0))

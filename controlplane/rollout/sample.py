@@ -61,10 +61,25 @@ class Sample:
     prompt_tokens: int
     cached_prompt_tokens: int
 
+    def loss_mask(self, *versions: WeightVersion) -> tuple[bool, ...]:
+        """One for each token: whether one of these versions made it."""
+        return tuple(span.version in versions for span in self.spans for _ in range(span.start, span.end))
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How probable given tokens are to one version."""
+
+    logprobs: tuple[float | None, ...]
+    """Natural log, at temperature 1; entry i belongs to token i. The first token has none."""
+    version: WeightVersion
+    engine_id: EngineId
+
 
 @dataclass(slots=True)
 class Assembly:
-    """A sample while its deltas come in. Raises SpanMismatch as soon as deltas and spans disagree."""
+    """A sample while its deltas come in, from one engine or from several in turn (`begin_part`). Raises SpanMismatch as
+    soon as deltas and spans disagree."""
 
     request_id: str
     pin: Pin = ANY
@@ -73,14 +88,28 @@ class Assembly:
     logprobs: list[float] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     last: Delta | None = None
+    prompt_tokens: int | None = None
+    """Of the first part: those of later parts have its tokens in their prompt."""
+    cached_prompt_tokens: int = 0
+    _part: list[Span] = field(default_factory=list)
+    _part_tokens: int = 0
+
+    def begin_part(self) -> None:
+        """Another engine goes on from the tokens so far: what it says of spans counts from here."""
+        self._part, self._part_tokens, self.last = [], 0, None
 
     def add(self, delta: Delta) -> None:
-        """Take one delta; the last one is judged against everything before it."""
+        """Take one delta; the last one of a part is judged against all of that part."""
         self.last = delta
         if delta.tokens:
             self._extend(delta)
-        if delta.ending is not None and tuple(self.spans) != delta.ending.spans:
-            raise self._mismatch(_text(self.spans), _text(delta.ending.spans))
+        if delta.ending is None:
+            return
+        if tuple(self._part) != delta.ending.spans:
+            raise self._mismatch(_text(self._part), _text(delta.ending.spans))
+        if self.prompt_tokens is None:
+            self.prompt_tokens = delta.ending.prompt_tokens
+            self.cached_prompt_tokens = delta.ending.cached_prompt_tokens
 
     def finish(self) -> Sample:
         """The sample, once its last delta was added."""
@@ -90,12 +119,12 @@ class Assembly:
         return Sample(
             tokens=tuple(self.tokens),
             logprobs=tuple(self.logprobs),
-            spans=ending.spans,
+            spans=tuple(self.spans),
             finish_reason=ending.finish_reason,
             stop_reason=ending.stop_reason,
             engine_id=self.last.engine_id,
-            prompt_tokens=ending.prompt_tokens,
-            cached_prompt_tokens=ending.cached_prompt_tokens,
+            prompt_tokens=ending.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens,
+            cached_prompt_tokens=self.cached_prompt_tokens,
         )
 
     def _extend(self, delta: Delta) -> None:
@@ -106,16 +135,22 @@ class Assembly:
             raise self._mismatch(f"{count} tokens", f"{len(delta.logprobs)} logprobs")
         if not self.pin.allows_by_number(delta.version):
             raise self._mismatch(str(self.pin), str(delta.version))
-        start = len(self.tokens)
+        _append(self.spans, delta.version, len(self.tokens), count)
+        _append(self._part, delta.version, self._part_tokens, count)
+        self._part_tokens += count
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
-        if self.spans and self.spans[-1].version == delta.version:
-            self.spans[-1] = Span(delta.version, self.spans[-1].start, start + count)
-        else:
-            self.spans.append(Span(delta.version, start, start + count))
 
     def _mismatch(self, ours: str, engines: str) -> SpanMismatch:
         return SpanMismatch(request_id=self.request_id, ours=ours, engines=engines)
+
+
+def _append(spans: list[Span], version: WeightVersion, start: int, count: int) -> None:
+    """The same version goes on in the same span."""
+    if spans and spans[-1].version == version:
+        spans[-1] = Span(version, spans[-1].start, start + count)
+    else:
+        spans.append(Span(version, start, start + count))
 
 
 def _text(spans: list[Span] | tuple[Span, ...]) -> str:

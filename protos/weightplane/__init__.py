@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
+    from controlplane.rollout.blocking import BlockingRolloutClient
     from controlplane.rollout.client import RolloutClient
+    from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
+    from controlplane.rollout.staleness import StalenessGuard
     from trainer_agent.adapters.updater import WeightplaneUpdater
     from trainer_agent.adapters.vllm_client import WeightplaneSyncClient
     from trainer_agent.megatron.source import MegatronSource
@@ -20,11 +23,16 @@ if TYPE_CHECKING:
     from trainer_agent.sources.module import ModuleSource
 
 __all__ = [
+    "BlockingRolloutClient",
+    "BySession",
     "IterableSource",
+    "LeastLoaded",
     "MegatronSource",
     "ModuleSource",
+    "PowerOfTwo",
     "RolloutClient",
     "SamplingSettings",
+    "StalenessGuard",
     "TrainerRank",
     "WeightVersion",
     "WeightplaneSyncClient",
@@ -32,11 +40,16 @@ __all__ = [
 ]
 
 _HOMES = {
+    "BlockingRolloutClient": "controlplane.rollout.blocking",
+    "BySession": "controlplane.rollout.policies",
     "IterableSource": "trainer_agent.sources.iterable",
+    "LeastLoaded": "controlplane.rollout.policies",
     "MegatronSource": "trainer_agent.megatron.source",
     "ModuleSource": "trainer_agent.sources.module",
+    "PowerOfTwo": "controlplane.rollout.policies",
     "RolloutClient": "controlplane.rollout.client",
     "SamplingSettings": "controlplane.core.sampling",
+    "StalenessGuard": "controlplane.rollout.staleness",
     "TrainerRank": "trainer_agent.rank",
     "WeightVersion": "controlplane.core.versions",
     "WeightplaneSyncClient": "trainer_agent.adapters.vllm_client",

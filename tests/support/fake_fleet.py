@@ -72,6 +72,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
     script: Script
     applied: WeightVersion | None = field(default_factory=lambda: version(1))
     live_requests: int = 0
+    max_requests: int = 0
     endpoint: str = ""
     requests: list[rollout_pb2.GenerateRequest] = field(default_factory=list)
     running: int = 0
@@ -83,6 +84,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
             endpoint=self.endpoint,
             applied=None if self.applied is None else version_to_proto(self.applied),
             live_requests=self.live_requests,
+            max_requests=self.max_requests,
         )
 
     async def Generate(
@@ -98,7 +100,12 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
             self.running -= 1
 
     async def Score(self, request: rollout_pb2.ScoreRequest, context: Any) -> rollout_pb2.ScoreResponse:
-        raise NotImplementedError
+        """Minus each token's id; its script may refuse."""
+        async for _ in self.script(rollout_pb2.GenerateRequest(request_id=request.request_id)):
+            pass
+        assert self.applied is not None
+        scored = [-float(token) for token in request.token_ids[1:]]
+        return rollout_pb2.ScoreResponse(logprobs=scored, version=version_to_proto(self.applied))
 
     async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
         raise NotImplementedError
@@ -133,11 +140,12 @@ def tokens(*ids: int, made_by: int = 1) -> rollout_pb2.GenerateResponse:
     )
 
 
-def finish(*spans: tuple[int, int, int], reason: str = "LENGTH") -> rollout_pb2.GenerateResponse:
+def finish(*spans: tuple[int, int, int], reason: str = "LENGTH", stop_reason: str = "") -> rollout_pb2.GenerateResponse:
     """The last message; spans are (number, start, end)."""
     return rollout_pb2.GenerateResponse(
         finish=rollout_pb2.Finish(
             reason=rollout_pb2.FinishReason.Value(f"FINISH_REASON_{reason}"),
+            stop_reason=stop_reason,
             prompt_tokens=3,
             cached_prompt_tokens=2,
             spans=[

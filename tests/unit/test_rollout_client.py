@@ -148,9 +148,9 @@ async def test_an_engine_that_stays_away_is_waited_for_once(world: World) -> Non
     world.fleet.publish(first)
     await eventually(partial(_is_only_route, world, "a"))
 
-    assert world.client._table.usual == 2
+    assert world.client._watch.table.usual == 2
     await world.generate()
-    assert world.client._table.usual == 1
+    assert world.client._watch.table.usual == 1
 
 
 async def test_only_an_engine_that_meets_the_pin_is_asked(world: World) -> None:

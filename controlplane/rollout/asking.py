@@ -1,0 +1,134 @@
+"""One request of a caller, over all engines that it is tried on, and what is asked of the next one after a loss.
+
+`resume` goes on at another engine from the tokens that came: they are the end of its prompt, so what it draws next has
+the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart from the
+prompt (presence and frequency penalties): such a request is refused beforehand.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from controlplane.core import errors as e
+from controlplane.core.pins import Pin
+from controlplane.core.sampling import SamplingSettings
+from controlplane.core.versions import EngineId, Incarnation, ModelName
+from controlplane.rollout.sample import Assembly, Delta, Ending, Sample
+from controlplane.rpc.codec import pin_to_proto, sampling_to_proto
+from weightplane.v1 import rollout_pb2
+
+OnLoss = Literal["resume", "restart", "fail"]
+"""What becomes of a sample whose engine went away, or cut it for an update, once it has tokens."""
+
+CUT = frozenset({"paused", "poisoned", "updating"})
+"""Stop reasons of samples that their engine ended for its own sake; what a caller aborted has none of them."""
+
+ELSEWHERE_MAY_DO = (
+    e.VersionUnavailable,
+    e.EngineNotReady,
+    e.EnginePoisoned,
+    e.EngineDraining,
+    e.EngineDied,
+    e.LimitExceeded,
+    e.WrongRun,
+    e.WrongModel,
+    e.PeerLost,
+    e.VersionChanged,
+    e.RequestAborted,
+)
+
+
+@dataclass(slots=True)
+class Ask:
+    """A request, the time that it has, and what came of it so far."""
+
+    model: ModelName
+    prompt: tuple[int, ...]
+    sampling: SamplingSettings
+    assembly: Assembly
+    prefix: Sample | None
+    session_id: str
+    on_loss: OnLoss
+    started: float
+    deadline: float
+    """Monotonic: when the caller gives up, tokens or not."""
+    patience: float
+    """Until when an engine, its gate and the pin are waited for."""
+    patience_seconds: float
+    tried: set[tuple[EngineId, Incarnation]] = field(default_factory=set)
+    last_error: e.WeightplaneError | None = None
+    settle_by: float = 0.0
+    """Until when missing engines are waited for; 0: not yet."""
+
+    @property
+    def pin(self) -> Pin:
+        return self.assembly.pin
+
+    def request(self) -> rollout_pb2.GenerateRequest:
+        """For the next engine. Raises InvalidRequest for values that no message can hold."""
+        done = self.assembly.tokens
+        rest = replace(
+            self.sampling,
+            max_tokens=self.sampling.max_tokens - len(done),
+            min_tokens=max(0, self.sampling.min_tokens - len(done)),
+            seed=None if self.sampling.seed is None else self.sampling.seed + len(done),
+        )
+        try:
+            return rollout_pb2.GenerateRequest(
+                model=self.model,
+                request_id=self.assembly.request_id,
+                prompt_token_ids=(*self.prompt, *done),
+                sampling=sampling_to_proto(rest),
+                pin=pin_to_proto(self.pin),
+                priority=self.sampling.priority,
+                session_id=self.session_id,
+            )
+        except (TypeError, ValueError) as error:
+            raise e.InvalidRequest(field="prompt_token_ids or sampling", problem=str(error)) from error
+
+    def lost(self, error: e.WeightplaneError) -> Delta | None:
+        """An engine went away. Raises the error where no other may be asked; a last delta where nothing is left."""
+        self.last_error = error
+        if not self.assembly.tokens:
+            return None
+        if self.on_loss == "fail":
+            raise error
+        self.patience = max(self.patience, time.monotonic() + self.patience_seconds)
+        if self.on_loss == "restart":
+            again = Assembly(self.assembly.request_id, self.pin, with_logprobs=self.assembly.with_logprobs)
+            self.assembly = prefixed(again, self.prefix)
+            return None
+        return self._full()
+
+    def cut(self, delta: Delta) -> bool:
+        """Whether a last delta is not the caller's last: the engine ended it for its own sake, and another goes on."""
+        ending = delta.ending
+        if ending is None or ending.finish_reason != "abort" or ending.stop_reason not in CUT:
+            return False
+        return self.on_loss != "fail" and len(self.assembly.tokens) < self.sampling.max_tokens
+
+    def _full(self) -> Delta | None:
+        """All tokens had come, only the word that it was the end had not."""
+        self.assembly.begin_part()
+        if len(self.assembly.tokens) < self.sampling.max_tokens:
+            return None
+        ending = Ending("length", "", (), len(self.prompt), 0)
+        return Delta(EngineId(""), (), (), None, ending)
+
+
+def check_recovery(sampling: SamplingSettings, on_loss: OnLoss) -> None:
+    """Raises InvalidRequest."""
+    if on_loss == "resume" and (sampling.presence_penalty or sampling.frequency_penalty):
+        problem = "a sample with presence or frequency penalty cannot be resumed: its tokens would count as prompt"
+        raise e.InvalidRequest(field="on_loss", problem=problem)
+
+
+def prefixed(assembly: Assembly, prefix: Sample | None) -> Assembly:
+    """Goes on from a sample that was cut; its tokens, logprobs and spans are the new one's too."""
+    if prefix is not None:
+        assembly.tokens, assembly.logprobs = list(prefix.tokens), list(prefix.logprobs)
+        assembly.spans = list(prefix.spans)
+        assembly.prompt_tokens, assembly.cached_prompt_tokens = prefix.prompt_tokens, prefix.cached_prompt_tokens
+    return assembly

@@ -1,0 +1,100 @@
+"""Where samples become training data: how far behind its policy a sample may be, and what is done with one that is not.
+
+Lag is counted in fleet commits over the spans of a sample (`controlplane.core.lag`): numbers that updates burned do not
+inflate it. What is dropped or masked is counted by version, and nothing is let through unseen (R2).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+from controlplane.core.errors import Refused
+from controlplane.core.lag import Commits
+from controlplane.core.versions import WeightVersion
+from controlplane.rollout.sample import Sample, Span
+
+StalenessPolicy = Literal["drop", "mask", "raise"]
+
+
+@dataclass(eq=False)
+class TooStale(Refused):
+    """A sample has tokens of a version that is further behind than is allowed."""
+
+    reason = "TOO_STALE"
+    template = "tokens {start} to {end} are of version {version}, {lag} commits behind; at most {max_lag} are allowed"
+    version: str
+    start: int
+    end: int
+    lag: int
+    max_lag: int
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """A sample that may be trained on."""
+
+    sample: Sample
+    mask: tuple[bool, ...]
+    """One for each token: whether it counts."""
+    lags: tuple[int, ...]
+    """One for each span: fleet commits behind the newest, when it was admitted."""
+
+
+@dataclass
+class StalenessGuard:
+    """Admits samples whose tokens are at most `max_lag` fleet commits behind `commits`.
+
+    `drop`: a sample with any older token is not admitted. `mask`: it is, and those tokens do not count; if none is left
+    it is dropped. `raise`: TooStale.
+    """
+
+    commits: Commits
+    """The fleet's, as far as it is known: `RolloutClient.commits`, which follows the coordinator."""
+    max_lag: int
+    policy: StalenessPolicy = "drop"
+    admitted: int = 0
+    """Samples."""
+    dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
+    """Samples, by reason and number of the oldest version in them."""
+    masked_tokens: Counter[int] = field(default_factory=Counter)
+    """By version number."""
+    lags: Counter[int] = field(default_factory=Counter)
+    """Tokens admitted, by their lag."""
+
+    def admit(self, sample: Sample) -> Admitted | None:
+        """None: it was dropped, and counted."""
+        lags = tuple(self.commits.lag(span.version) for span in sample.spans)
+        stale = [span for span, lag in zip(sample.spans, lags, strict=True) if lag > self.max_lag]
+        if stale and self.policy == "raise":
+            raise self._too_stale(stale[0])
+        fresh = len(sample.tokens) - sum(span.end - span.start for span in stale)
+        if stale and (self.policy == "drop" or not fresh):
+            self.dropped["stale", min(span.version.number for span in stale)] += 1
+            return None
+        self._count(sample, lags, stale)
+        old = {i for span in stale for i in range(span.start, span.end)}
+        return Admitted(sample, tuple(i not in old for i in range(len(sample.tokens))), lags)
+
+    def admit_all(self, samples: Iterable[Sample]) -> list[Admitted]:
+        """Those that were admitted."""
+        return [admitted for sample in samples if (admitted := self.admit(sample)) is not None]
+
+    def may_begin(self, version: WeightVersion, *, pending_commits: int = 1) -> bool:
+        """Whether work begun now under `version` may still count after `pending_commits` more: else it is not begun."""
+        return self.commits.lag(version) + pending_commits <= self.max_lag
+
+    def _count(self, sample: Sample, lags: tuple[int, ...], stale: list[Span]) -> None:
+        self.admitted += 1
+        for span, lag in zip(sample.spans, lags, strict=True):
+            tokens = span.end - span.start
+            if span in stale:
+                self.masked_tokens[span.version.number] += tokens
+            else:
+                self.lags[lag] += tokens
+
+    def _too_stale(self, span: Span) -> TooStale:
+        lag = self.commits.lag(span.version)
+        return TooStale(version=str(span.version), start=span.start, end=span.end, lag=lag, max_lag=self.max_lag)

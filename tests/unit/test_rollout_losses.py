@@ -1,0 +1,208 @@
+"""What becomes of samples whose engine goes away or cuts them, and how engines are chosen; scripted, over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from controlplane.core import errors as e
+from controlplane.core.sampling import SamplingSettings
+from controlplane.core.versions import EngineId, Incarnation
+from controlplane.rollout.blocking import BlockingRolloutClient
+from controlplane.rollout.policies import BySession, PowerOfTwo
+from controlplane.rollout.routing import Route, RoutingTable
+from controlplane.rollout.sample import Span
+from tests.support.eventually import eventually
+from tests.support.fake_fleet import Script, finish, hangs, refuses, says, tokens, version
+from tests.unit.test_rollout_client import PROMPT, World
+from weightplane.v1 import rollout_pb2
+
+FOUR = SamplingSettings(max_tokens=4)
+DIED = refuses(e.EngineDied(engine_id="a", cause="killed"), tokens(5, 6))
+REST = says(tokens(7, 8, made_by=2), finish((2, 0, 2)))
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    made = World()
+    yield made
+    await made.stack.aclose()
+
+
+def first_then(first: Script, then: Script) -> Script:
+    """The first request is answered by one script, those after it by another."""
+    asked = []
+
+    async def script(request: rollout_pb2.GenerateRequest) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        asked.append(request)
+        async for response in (first if len(asked) == 1 else then)(request):
+            yield response
+
+    return script
+
+
+async def test_inv11_a_resumed_sample_goes_on_from_its_tokens_and_its_spans_show_both_versions(world: World) -> None:
+    await world.start(on_loss="resume")
+    engine = await world.engine("a", first_then(DIED, REST))
+    world.fleet.publish(engine)
+    sample = await world.client.generate(PROMPT, FOUR)
+    assert sample.tokens == (5, 6, 7, 8)
+    assert sample.logprobs == (-5.0, -6.0, -7.0, -8.0)
+    assert sample.spans == (Span(version(1), 0, 2), Span(version(2), 2, 4))
+    assert sample.loss_mask(version(2)) == (False, False, True, True)
+    again = engine.requests[1]
+    assert list(again.prompt_token_ids) == [*PROMPT, 5, 6]
+    assert again.sampling.max_tokens == 2
+
+
+async def test_spans_of_one_version_over_two_engines_are_one_span(world: World) -> None:
+    await world.start(on_loss="resume")
+    rest = says(tokens(7, 8), finish((1, 0, 2)))
+    world.fleet.publish(await world.engine("a", first_then(DIED, rest)))
+    assert (await world.client.generate(PROMPT, FOUR)).spans == (Span(version(1), 0, 4),)
+
+
+async def test_inv11_a_resumed_part_is_judged_by_its_own_spans(world: World) -> None:
+    await world.start(on_loss="resume")
+    wrong = says(tokens(7, 8, made_by=2), finish((2, 2, 4)))
+    world.fleet.publish(await world.engine("a", first_then(DIED, wrong)))
+    with pytest.raises(e.SpanMismatch):
+        await world.client.generate(PROMPT, FOUR)
+
+
+async def test_a_sample_that_had_all_its_tokens_ends_there(world: World) -> None:
+    await world.start(on_loss="resume")
+    died = refuses(e.EngineDied(engine_id="a", cause="killed"), tokens(5, 6, 7, 8))
+    engine = await world.engine("a", died)
+    world.fleet.publish(engine)
+    sample = await world.client.generate(PROMPT, FOUR)
+    assert (sample.tokens, sample.finish_reason) == ((5, 6, 7, 8), "length")
+    assert len(engine.requests) == 1
+
+
+async def test_a_restarted_sample_has_nothing_of_the_lost_one(world: World) -> None:
+    await world.start(on_loss="restart")
+    whole = says(tokens(1, 2, made_by=2), finish((2, 0, 2)))
+    engine = await world.engine("a", first_then(DIED, whole))
+    world.fleet.publish(engine)
+    sample = await world.client.generate(PROMPT, FOUR)
+    assert (sample.tokens, sample.spans) == ((1, 2), (Span(version(2), 0, 2),))
+    assert list(engine.requests[1].prompt_token_ids) == PROMPT
+
+
+async def test_a_sample_that_an_engine_cut_for_an_update_goes_on(world: World) -> None:
+    await world.start(on_loss="resume")
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    world.fleet.publish(await world.engine("a", first_then(cut, REST)))
+    assert (await world.client.generate(PROMPT, FOUR)).tokens == (5, 6, 7, 8)
+
+
+async def test_a_sample_that_its_caller_aborted_is_not_taken_up_again(world: World) -> None:
+    await world.start(on_loss="resume")
+    aborted = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="aborted"))
+    engine = await world.engine("a", aborted)
+    world.fleet.publish(engine)
+    sample = await world.client.generate(PROMPT, FOUR)
+    assert (sample.tokens, sample.finish_reason) == ((5, 6), "abort")
+    assert len(engine.requests) == 1
+
+
+async def test_a_cut_sample_that_was_handed_out_goes_on_as_a_prefix(world: World) -> None:
+    await world.start()
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    world.fleet.publish(await world.engine("a", first_then(cut, REST)))
+    partial = await world.client.generate(PROMPT, FOUR)
+    assert (partial.tokens, partial.finish_reason) == ((5, 6), "abort")
+    whole = await world.client.generate(PROMPT, FOUR, prefix=partial)
+    assert whole.tokens == (5, 6, 7, 8)
+    assert whole.spans == (Span(version(1), 0, 2), Span(version(2), 2, 4))
+
+
+async def test_a_stream_that_is_resumed_hands_out_each_token_once_and_one_ending(world: World) -> None:
+    await world.start(on_loss="resume")
+    world.fleet.publish(await world.engine("a", first_then(DIED, REST)))
+    deltas = [delta async for delta in world.client.stream(PROMPT, FOUR)]
+    assert [token for delta in deltas for token in delta.tokens] == [5, 6, 7, 8]
+    assert [delta.ending is not None for delta in deltas] == [False, False, True]
+
+
+async def test_what_cannot_be_resumed_or_taken_back_is_refused_beforehand(world: World) -> None:
+    await world.start()
+    penalised = SamplingSettings(max_tokens=4, presence_penalty=0.5)
+    with pytest.raises(e.InvalidRequest, match="cannot be resumed"):
+        await world.client.generate(PROMPT, penalised, on_loss="resume")
+    with pytest.raises(e.InvalidRequest, match="cannot be restarted"):
+        await anext(world.client.stream(PROMPT, FOUR, on_loss="restart"))
+
+
+async def test_full_engines_are_asked_no_more_until_one_of_their_requests_ends(world: World) -> None:
+    await world.start()
+    release = asyncio.Event()
+    engine = await world.engine("a", hangs(until=release), max_requests=2)
+    world.fleet.publish(engine)
+    running = [asyncio.create_task(world.client.generate(PROMPT, FOUR)) for _ in range(5)]
+    await eventually(lambda: engine.running == 2)
+    assert len(engine.requests) == 2
+    release.set()
+    await asyncio.gather(*running)
+    assert (len(engine.requests), engine.peak) == (5, 2)
+
+
+async def test_a_batch_gives_each_prompt_its_samples_and_tells_how_far_it_is(world: World) -> None:
+    await world.start()
+    engine = await world.engine("a", says(tokens(5), finish((1, 0, 1))))
+    world.fleet.publish(engine)
+    told: list[tuple[int, int]] = []
+    sampling = SamplingSettings(max_tokens=1, n=2, seed=7)
+    found = await world.client.generate_batch([[1], [2], [3]], sampling, progress=lambda *p: told.append(p))
+    assert [len(samples) for samples in found] == [2, 2, 2]
+    assert told == [(i, 6) for i in range(1, 7)]
+    assert sorted((r.prompt_token_ids[0], r.sampling.seed) for r in engine.requests) == [
+        (prompt, seed) for prompt in (1, 2, 3) for seed in (7, 8)
+    ]
+
+
+async def test_a_score_is_asked_again_where_an_install_came_between(world: World) -> None:
+    await world.start()
+    engine = await world.engine("a", first_then(refuses(e.VersionChanged(request_id="x")), says()))
+    world.fleet.publish(engine)
+    scores = await world.client.score([4, 5, 6])
+    assert scores.logprobs == (None, -5.0, -6.0)
+    assert scores.version == version(1)
+
+
+async def test_code_without_an_event_loop_gets_the_same(world: World) -> None:
+    await world.start()
+    world.fleet.publish(await world.engine("a", says(tokens(5), finish((1, 0, 1)))))
+
+    def blocking() -> tuple[int, ...]:
+        with BlockingRolloutClient(world.server.address, wait_seconds=3.0) as rollouts:
+            return rollouts.generate(PROMPT, FOUR).tokens
+
+    assert await asyncio.to_thread(blocking) == (5,)
+
+
+# ---- policies -----------------------------------------------------------------------------------
+
+
+def route(name: str) -> Route:
+    return Route(EngineId(name), Incarnation("i"), f"{name}:1", version(1), 0)
+
+
+def test_a_session_stays_at_its_engine_and_moves_only_with_it() -> None:
+    table, policy, engines = RoutingTable(), BySession(), [route(n) for n in "abcd"]
+    homes = {str(s): policy.choose(engines, table, str(s)).engine_id for s in range(200)}
+    assert set(homes.values()) == set("abcd")
+    left = [r for r in engines if r.engine_id != "b"]
+    for session, home in homes.items():
+        if home != "b":
+            assert policy.choose(left, table, session).engine_id == home
+
+
+def test_of_two_at_random_the_less_loaded_is_asked() -> None:
+    table, policy = RoutingTable(), PowerOfTwo(seed=1)
+    engines = [route("a"), route("b")]
+    with table.asking(engines[0]):
+        assert {policy.choose(engines, table, "").engine_id for _ in range(20)} == {"b"}
