@@ -26,6 +26,9 @@ NOT_HERE = {
     "INVALID_REQUEST": "said of a request's sampling fields, which are not modelled",
     "LINK_FAILED": "said by the two ends of a link's process group; what plans avoid after it is modelled",
     "IPC_NOT_POSSIBLE": "said of device memory, which is not modelled",
+    "VERSION_CHANGED": "said of requests that are of one version or of none, which are not modelled",
+    "REQUEST_ABORTED": "said of scores, which are not modelled",
+    "SCORE_INCOMPLETE": "said of scores, which are not modelled",
     "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }

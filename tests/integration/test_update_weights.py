@@ -279,7 +279,7 @@ async def test_a_pin_that_is_not_met_is_refused_with_both_versions(fleet: LocalF
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await fleet.generate("e0", 3, min_version=version_pb2.WeightVersion(term=1, number=9), wait=0.1)
     refusal = from_rpc_error(error.value)
-    assert (refusal.reason, refusal.metadata()) == ("VERSION_UNAVAILABLE", {"wanted": "1.9", "applied": "1.1"})
+    assert (refusal.reason, refusal.metadata()) == ("VERSION_UNAVAILABLE", {"wanted": "1.9 or later", "applied": "1.1"})
 
 
 async def test_requests_wait_outside_the_gate_for_the_first_version(fleet: LocalFleet) -> None:
