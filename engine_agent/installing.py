@@ -7,13 +7,15 @@ what the engine holds to its life to say (INV-4): nothing is resumed here.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
+from controlplane.core.canary import Canary
 from controlplane.core.engine_state import Timings
-from engine_agent.engine import CanaryReport, InstallReport
+from controlplane.core.errors import CanaryFailed
+from engine_agent.engine import InstallReport
 from engine_agent.receivers import Receiver
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ class Applied:
     report: InstallReport
     changed_tensors: int | None
     """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
-    canary: CanaryReport
+    canary: Canary
     timings: Timings
     content_digest: bytes
 
@@ -65,7 +67,19 @@ class Install:
         failpoints.hit("engine.mid_install")
         return await self._life.engine.install(staged)
 
-    async def _prove(self) -> tuple[CanaryReport, float]:
+    async def _prove(self) -> tuple[Canary, float]:
         """What the canary said, and how long it took."""
         began = time.monotonic()
-        return await self._life.engine.canary(), time.monotonic() - began
+        said = await self._life.engine.canary()
+        return replace(said, by_reference=await self._agrees_with_the_trainer()), time.monotonic() - began
+
+    async def _agrees_with_the_trainer(self) -> bool:
+        """Whether there was something to compare with. Raises CanaryFailed where it is something else."""
+        reference = self._update.reference
+        if reference is None:
+            return False
+        said = await self._life.engine.canary(reference.prompt_token_ids)
+        problem = reference.disagreement(said.prompt_logprobs)
+        if problem:
+            raise CanaryFailed(self._life.core.state.engine_id, self._update.version.label, problem)
+        return True

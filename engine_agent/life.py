@@ -252,7 +252,7 @@ class EngineLife:
     def applied(self, update: events.Update, receiver: Receiver, found: Applied) -> None:
         """INV-1: the version is claimed in the step that finished, with what the install found out beside it."""
         self._applied[update.update_id] = found
-        self.apply(events.CanaryPassed(found.timings))
+        self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
         if self.base.take(update, receiver):
             del self._receivers[update.stream]
         log.info(

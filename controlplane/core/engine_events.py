@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
+from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
@@ -42,6 +43,14 @@ class FleetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubted:
+    """The coordinator says that equal engines, which hold the same bytes, contradict this one's canary."""
+
+    version: WeightVersion
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The first frame of a stream; see UpdateOpen."""
 
@@ -63,6 +72,8 @@ class Opened:
     """The engine that the writer means; None: whoever lives as that incarnation."""
     kept: KeptBase | None = None
     """What the agent could apply a delta to."""
+    reference: CanaryReference | None = None
+    """What the trainer says of the same weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +128,10 @@ class CanaryPassed:
     """The last step of an install: the engine holds the version."""
 
     timings: Timings
+    canary: Canary | None = None
+    """What it said of it."""
+    changed_tensors: int | None = None
+    """Tensors whose bytes differ from what was held last; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +193,7 @@ Event = (
     Started
     | Died
     | FleetChanged
+    | Doubted
     | Opened
     | LayoutArrived
     | ChunkArrived
@@ -310,6 +326,8 @@ class Update:
     assembly: Assembly | None = None
     verified: bool = False
     content_digest: bytes = b""
+    reference: CanaryReference | None = None
+    """What the canary must say too."""
     held_before: Weights = field(default_factory=Unset)
     quiesced: bool = False
     """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""

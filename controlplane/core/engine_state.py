@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from controlplane.core.canary import Canary
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, UpdateId, WeightVersion
 
 
@@ -150,6 +151,10 @@ class Progress:
     error_reason: str = ""
     error_message: str = ""
     timings: Timings | None = None
+    changed_tensors: int | None = None
+    """Once applied: tensors whose bytes differ from what this engine held last; None at its first."""
+    tensor_count: int = 0
+    """Once applied: tensors of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +181,8 @@ class EngineState:
     residency: Residency = Residency.AWAKE
     holds: frozenset[Hold] = frozenset()
     progress: Progress | None = None
+    canary: Canary | None = None
+    """What it said of the version that it holds; None where it holds none, or loaded it itself."""
     frozen: bool = False
     """It serves the checkpoint that it loaded, as number 0, and takes no update (`initial = serve`)."""
     live_requests: int = 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from controlplane.core.canary import Canary
 from controlplane.core.errors import (
     CanaryFailed,
     DeadlineExceeded,
@@ -28,7 +29,6 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
-    CanaryReport,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -96,6 +96,7 @@ class VllmEngine:
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
+            likeness=self._likeness(llm, len(workers)),
             max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
             expected=expected,
             capabilities=self._capabilities(llm),
@@ -181,10 +182,10 @@ class VllmEngine:
         if not await self._installer.clear_caches():
             raise self._core.died("it did not clear its prefix cache while it stood still")
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         core, limit = self._core, self._settings.canary_timeout_seconds
         facts = self._started_facts
-        prompt = canary_prompt(facts.vocab_size, facts.max_model_len)
+        prompt = list(prompt or canary_prompt(facts.vocab_size, facts.max_model_len))
         if len(self._streams):  # requests that run already would keep their places in the batch
             await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
         decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
@@ -235,6 +236,14 @@ class VllmEngine:
     def _device_uuids(self, workers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         found = (w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
         return tuple(device_uuid(text) for text in self._settings.device_uuids or found)
+
+    def _likeness(self, llm: Any, world_size: int) -> str:
+        """What may change an answer beside the weights. The model directory is not in it: all of it is overwritten."""
+        import vllm
+
+        model, device = llm.vllm_config.model_config, llm.vllm_config.device_config.device_type
+        parts = (vllm.__version__, device, model.dtype, model.quantization, world_size)
+        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len)))
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from controlplane.core.canary import CanaryReference
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
     from controlplane.rollout.blocking import BlockingRolloutClient
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockingRolloutClient",
     "BySession",
+    "CanaryReference",
     "IterableSource",
     "LeastLoaded",
     "MegatronSource",
@@ -40,6 +42,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CanaryReference": "controlplane.core.canary",
     "BlockingRolloutClient": "controlplane.rollout.blocking",
     "BySession": "controlplane.rollout.policies",
     "IterableSource": "trainer_agent.sources.iterable",

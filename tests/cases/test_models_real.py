@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ import pytest_asyncio
 from safetensors.torch import save_file
 
 from engine_agent.agent import EngineSettings, run_engine
-from engine_agent.vllm.settings import VllmSettings
+from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.eventually import eventually
+from tests.support.faulty_worker import CLASS, FAULTS, FILE_VARIABLE
 from tests.support.hf_models import VOCAB, save_random
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.reference import Reference
@@ -51,14 +52,14 @@ class Rig:
 
     async def push(self, order: Order) -> dict[str, Any]:
         """How it ended, in the rank's words."""
-        ended = len(self._ends)
+        ended = len(self.ends)
         assert self.rank.process.stdin is not None
         self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        await eventually(lambda: len(self._ends) > ended, within=90)
-        return self._ends[-1]
+        await eventually(lambda: len(self.ends) > ended, within=90)
+        return self.ends[-1]
 
     @property
-    def _ends(self) -> list[dict[str, Any]]:
+    def ends(self) -> list[dict[str, Any]]:
         return [line for line in self.rank.lines if line["event"] in ("pushed", "failed")]
 
     async def pushed(self, order: Order) -> int:
@@ -108,11 +109,15 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     model = save_random(
         work / "model", "qwen3_moe", tied=True, num_hidden_layers=2, head_dim=32, moe_intermediate_size=64
     )
-    fleet = LocalFleet(work)
+    fleet, patch = LocalFleet(work), pytest.MonkeyPatch()
     try:
         await fleet.start_coordinator(lease_ttl_seconds=20.0)
         vllm = VllmSettings(model, max_num_seqs=4, **LIMITS)  # type: ignore[arg-type]
         settings = EngineSettings("e0", fleet.address, RUN, state_dir=work / "engines", vllm=vllm)
+        faulty = {"worker_extension_cls": CLASS}
+        arguments = lambda settings, *, gpu: engine_arguments(settings, gpu=gpu) | faulty  # noqa: E731
+        patch.setattr("engine_agent.vllm.launch.engine_arguments", arguments)
+        patch.setenv(FILE_VARIABLE, str(work / "fault"))
         fleet._start("e0", run_engine, settings)
         async with toy_trainer(fleet.address) as trainer:
             rank = await _rank(trainer, model)
@@ -120,6 +125,7 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
             yield Rig(fleet, rank, model, work)
     finally:
         await fleet.close()
+        patch.undo()
 
 
 async def _rank(trainer: ToyTrainer, model: Path) -> RankProcess:
@@ -192,3 +198,29 @@ async def test_M7_a_shape_that_differs_is_refused_with_both_and_the_old_version_
     name = "model.layers.1.mlp.gate_proj.weight"
     text = await refused(rig, Order(51, rows=[(name, rows)]))
     assert f"SHAPE_MISMATCH: {name}: the engine expects shape (96, 64), got ({rows}, 64)" in text
+
+
+# ---- wrong weights that nobody refuses ----------------------------------------------------------
+
+SCORED = (5, 60, 7, 81, 9, 33, 2)
+TOLERANCE = 0.01
+
+
+def with_reference(rig: Rig, order: Order) -> Order:
+    """And what transformers says of its weights, as a trainer would."""
+    logprobs = Reference(rig.written(order)).score({}, SCORED[:1], SCORED[1:])
+    return replace(order, reference=(SCORED, logprobs, TOLERANCE))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_an_engine_that_put_in_something_else_is_found_by_the_trainers_own_numbers(rig: Rig, fault: str) -> None:
+    """Every name was loaded and every byte was right on its way: only what it says tells. The push heals it itself."""
+    before = await rig.pushed(with_reference(rig, Order(61)))
+    assert rig.ends[-1]["verified"] == {"e0": "reference"}
+    (rig.work / "fault").write_text(fault)
+    number = await rig.pushed(with_reference(rig, Order(62)))
+    refused = (await rig.fleet.engine("e0")).status.refused
+    assert (refused.reason, refused.version.number) == ("CANARY_FAILED", before + 1)
+    assert "differ from the trainer's" in refused.message
+    assert number == before + 2
+    assert await rig.says() == (rig.truth(Order(62)), [(number, 0, COUNT)])

@@ -5,19 +5,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
+from controlplane.core.canary import Canary
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Unset
 from controlplane.core.errors import DeadlineExceeded, DevicesTaken, EngineDied, InstallFailed, UpdateInProgress
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.engine import CanaryReport
 from engine_agent.life import EngineLife
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
@@ -89,7 +90,7 @@ async def test_inv6_the_same_update_installed_again_is_not_answered_from_the_fir
 class SlowCanary(MemoryEngine):
     """Its canary passes its limit once the weights were replaced."""
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         raise DeadlineExceeded("canary", "the engine core", 1.0)
 
 

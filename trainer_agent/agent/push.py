@@ -90,6 +90,8 @@ class Push:
     """Ranks do, for deltas."""
     release: Release
     """Tells a rank that a chunk's memory may be written again."""
+    reference: weight_update_pb2.CanaryReference | None = None
+    """What the trainer's model says under these weights."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
     look: Callable[[stuck.Waited], Coroutine[Any, Any, str]] | None = None
@@ -261,6 +263,7 @@ class Push:
             tensor_count=len(layout.tensors),
             byte_count=layout.byte_count,
             step=self.step,
+            reference=self.reference,
         )
         head = weight_update_pb2.UpdateOpen(
             run_id=self.context.run_id,

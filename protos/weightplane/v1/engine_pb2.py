@@ -28,7 +28,7 @@ from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 from weightplane.v1 import weight_update_pb2 as weightplane_dot_v1_dot_weight__update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweightplane/v1/engine.proto\x12\x0eweightplane.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"N\n\x04Hold\x12.\n\x04kind\x18\x01 \x01(\x0e\x32\x18.weightplane.v1.HoldKindB\x06\x8a\xe8\x18\x02\x08\x01\x12\x16\n\x05owner\x18\x02 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\"\xa8\x02\n\x0eUpdateProgress\x12\x1b\n\tupdate_id\x18\x01 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\x12\x36\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersionB\x06\x8a\xe8\x18\x02\x08\x01\x12\x32\n\x05stage\x18\x03 \x01(\x0e\x32\x1b.weightplane.v1.UpdateStageB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1e\n\x0e\x62ytes_received\x18\x04 \x01(\x03\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x1c\n\x0c\x65rror_reason\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02(?\x12\x1e\n\rerror_message\x18\x06 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12/\n\x07timings\x18\x07 \x01(\x0b\x32\x1e.weightplane.v1.InstallTimings\"\x9d\x01\n\x07Refusal\x12\x36\n\x07version\x18\x01 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersionB\x06\x8a\xe8\x18\x02\x08\x01\x12\x16\n\x06reason\x18\x02 \x01(\tB\x06\x8a\xe8\x18\x02(?\x12\x18\n\x07message\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbe\x01\n\tCondition\x12\x14\n\x04type\x18\x01 \x01(\tB\x06\x8a\xe8\x18\x02( \x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.weightplane.v1.ConditionStatus\x12\x16\n\x06reason\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02(?\x12\x18\n\x07message\x18\x04 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12\x38\n\x14last_transition_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbc\x05\n\x0c\x45ngineStatus\x12\x31\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x19\n\x06run_id\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x05model\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x30\n\x04life\x18\x04 \x01(\x0e\x32\x1a.weightplane.v1.EngineLifeB\x06\x8a\xe8\x18\x02\x08\x01\x12\x35\n\x07weights\x18\x05 \x01(\x0e\x32\x1c.weightplane.v1.WeightsStateB\x06\x8a\xe8\x18\x02\x08\x01\x12.\n\x07\x61pplied\x18\x06 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x1e\n\x0e\x63ontent_digest\x18\x07 \x01(\x0c\x42\x06\x8a\xe8\x18\x02( \x12\x1d\n\x0cpoison_cause\x18\x08 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12+\n\x05holds\x18\t \x03(\x0b\x32\x14.weightplane.v1.HoldB\x06\x8a\xe8\x18\x02\x38@\x12\x11\n\tgate_open\x18\n \x01(\x08\x12.\n\x06update\x18\x0b \x01(\x0b\x32\x1e.weightplane.v1.UpdateProgress\x12\x1d\n\rlive_requests\x18\x0c \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12 \n\x10waiting_requests\x18\r \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x14\n\x04word\x18\x0e \x01(\tB\x06\x8a\xe8\x18\x02( \x12\x34\n\tresidency\x18\x0f \x01(\x0e\x32\x19.weightplane.v1.ResidencyB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0e\n\x06\x66rozen\x18\x10 \x01(\x08\x12(\n\x07refused\x18\x11 \x01(\x0b\x32\x17.weightplane.v1.Refusal\x12\x35\n\nconditions\x18\x12 \x03(\x0b\x32\x19.weightplane.v1.ConditionB\x06\x8a\xe8\x18\x02\x38 *\x8c\x01\n\nEngineLife\x12\x1b\n\x17\x45NGINE_LIFE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_LIFE_STARTING\x10\x01\x12\x17\n\x13\x45NGINE_LIFE_RUNNING\x10\x02\x12\x18\n\x14\x45NGINE_LIFE_STOPPING\x10\x03\x12\x14\n\x10\x45NGINE_LIFE_DEAD\x10\x04*z\n\x0cWeightsState\x12\x1d\n\x19WEIGHTS_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHTS_STATE_UNSET\x10\x01\x12\x16\n\x12WEIGHTS_STATE_HELD\x10\x02\x12\x1a\n\x16WEIGHTS_STATE_POISONED\x10\x03*h\n\tResidency\x12\x19\n\x15RESIDENCY_UNSPECIFIED\x10\x00\x12\x13\n\x0fRESIDENCY_AWAKE\x10\x01\x12\x15\n\x11RESIDENCY_WEIGHTS\x10\x02\x12\x14\n\x10RESIDENCY_ASLEEP\x10\x03*\xb4\x01\n\x08HoldKind\x12\x19\n\x15HOLD_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12HOLD_KIND_OPERATOR\x10\x01\x12\x16\n\x12HOLD_KIND_UPDATING\x10\x02\x12\x14\n\x10HOLD_KIND_ASLEEP\x10\x03\x12\x16\n\x12HOLD_KIND_DRAINING\x10\x04\x12\x16\n\x12HOLD_KIND_POISONED\x10\x05\x12\x17\n\x13HOLD_KIND_FINISHING\x10\x06*\xc9\x01\n\x0bUpdateStage\x12\x1c\n\x18UPDATE_STAGE_UNSPECIFIED\x10\x00\x12\x1a\n\x16UPDATE_STAGE_RECEIVING\x10\x01\x12\x16\n\x12UPDATE_STAGE_READY\x10\x02\x12\x1b\n\x17UPDATE_STAGE_INSTALLING\x10\x03\x12\x18\n\x14UPDATE_STAGE_APPLIED\x10\x04\x12\x18\n\x14UPDATE_STAGE_ABORTED\x10\x05\x12\x17\n\x13UPDATE_STAGE_FAILED\x10\x06*\x88\x01\n\x0f\x43onditionStatus\x12 \n\x1c\x43ONDITION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONDITION_STATUS_TRUE\x10\x01\x12\x1a\n\x16\x43ONDITION_STATUS_FALSE\x10\x02\x12\x1c\n\x18\x43ONDITION_STATUS_UNKNOWN\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bweightplane/v1/engine.proto\x12\x0eweightplane.v1\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"N\n\x04Hold\x12.\n\x04kind\x18\x01 \x01(\x0e\x32\x18.weightplane.v1.HoldKindB\x06\x8a\xe8\x18\x02\x08\x01\x12\x16\n\x05owner\x18\x02 \x01(\tB\x07\x8a\xe8\x18\x03(\x80\x01\"\x80\x03\n\x0eUpdateProgress\x12\x1b\n\tupdate_id\x18\x01 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\x12\x36\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersionB\x06\x8a\xe8\x18\x02\x08\x01\x12\x32\n\x05stage\x18\x03 \x01(\x0e\x32\x1b.weightplane.v1.UpdateStageB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1e\n\x0e\x62ytes_received\x18\x04 \x01(\x03\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x1c\n\x0c\x65rror_reason\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02(?\x12\x1e\n\rerror_message\x18\x06 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12/\n\x07timings\x18\x07 \x01(\x0b\x32\x1e.weightplane.v1.InstallTimings\x12$\n\x0f\x63hanged_tensors\x18\x08 \x01(\x03\x42\x06\x8a\xe8\x18\x02\x10\x00H\x00\x88\x01\x01\x12\x1c\n\x0ctensor_count\x18\t \x01(\x03\x42\x06\x8a\xe8\x18\x02\x10\x00\x42\x12\n\x10_changed_tensors\"\x9d\x01\n\x07Refusal\x12\x36\n\x07version\x18\x01 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersionB\x06\x8a\xe8\x18\x02\x08\x01\x12\x16\n\x06reason\x18\x02 \x01(\tB\x06\x8a\xe8\x18\x02(?\x12\x18\n\x07message\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12(\n\x04time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xbe\x01\n\tCondition\x12\x14\n\x04type\x18\x01 \x01(\tB\x06\x8a\xe8\x18\x02( \x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.weightplane.v1.ConditionStatus\x12\x16\n\x06reason\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02(?\x12\x18\n\x07message\x18\x04 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12\x38\n\x14last_transition_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xe4\x05\n\x0c\x45ngineStatus\x12\x31\n\x06\x65ngine\x18\x01 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x19\n\x06run_id\x18\x02 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x18\n\x05model\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x30\n\x04life\x18\x04 \x01(\x0e\x32\x1a.weightplane.v1.EngineLifeB\x06\x8a\xe8\x18\x02\x08\x01\x12\x35\n\x07weights\x18\x05 \x01(\x0e\x32\x1c.weightplane.v1.WeightsStateB\x06\x8a\xe8\x18\x02\x08\x01\x12.\n\x07\x61pplied\x18\x06 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x1e\n\x0e\x63ontent_digest\x18\x07 \x01(\x0c\x42\x06\x8a\xe8\x18\x02( \x12\x1d\n\x0cpoison_cause\x18\x08 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \x12+\n\x05holds\x18\t \x03(\x0b\x32\x14.weightplane.v1.HoldB\x06\x8a\xe8\x18\x02\x38@\x12\x11\n\tgate_open\x18\n \x01(\x08\x12.\n\x06update\x18\x0b \x01(\x0b\x32\x1e.weightplane.v1.UpdateProgress\x12\x1d\n\rlive_requests\x18\x0c \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12 \n\x10waiting_requests\x18\r \x01(\x05\x42\x06\x8a\xe8\x18\x02\x10\x00\x12\x14\n\x04word\x18\x0e \x01(\tB\x06\x8a\xe8\x18\x02( \x12\x34\n\tresidency\x18\x0f \x01(\x0e\x32\x19.weightplane.v1.ResidencyB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0e\n\x06\x66rozen\x18\x10 \x01(\x08\x12(\n\x07refused\x18\x11 \x01(\x0b\x32\x17.weightplane.v1.Refusal\x12\x35\n\nconditions\x18\x12 \x03(\x0b\x32\x19.weightplane.v1.ConditionB\x06\x8a\xe8\x18\x02\x38 \x12&\n\x06\x63\x61nary\x18\x13 \x01(\x0b\x32\x16.weightplane.v1.Canary*\x8c\x01\n\nEngineLife\x12\x1b\n\x17\x45NGINE_LIFE_UNSPECIFIED\x10\x00\x12\x18\n\x14\x45NGINE_LIFE_STARTING\x10\x01\x12\x17\n\x13\x45NGINE_LIFE_RUNNING\x10\x02\x12\x18\n\x14\x45NGINE_LIFE_STOPPING\x10\x03\x12\x14\n\x10\x45NGINE_LIFE_DEAD\x10\x04*z\n\x0cWeightsState\x12\x1d\n\x19WEIGHTS_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13WEIGHTS_STATE_UNSET\x10\x01\x12\x16\n\x12WEIGHTS_STATE_HELD\x10\x02\x12\x1a\n\x16WEIGHTS_STATE_POISONED\x10\x03*h\n\tResidency\x12\x19\n\x15RESIDENCY_UNSPECIFIED\x10\x00\x12\x13\n\x0fRESIDENCY_AWAKE\x10\x01\x12\x15\n\x11RESIDENCY_WEIGHTS\x10\x02\x12\x14\n\x10RESIDENCY_ASLEEP\x10\x03*\xb4\x01\n\x08HoldKind\x12\x19\n\x15HOLD_KIND_UNSPECIFIED\x10\x00\x12\x16\n\x12HOLD_KIND_OPERATOR\x10\x01\x12\x16\n\x12HOLD_KIND_UPDATING\x10\x02\x12\x14\n\x10HOLD_KIND_ASLEEP\x10\x03\x12\x16\n\x12HOLD_KIND_DRAINING\x10\x04\x12\x16\n\x12HOLD_KIND_POISONED\x10\x05\x12\x17\n\x13HOLD_KIND_FINISHING\x10\x06*\xc9\x01\n\x0bUpdateStage\x12\x1c\n\x18UPDATE_STAGE_UNSPECIFIED\x10\x00\x12\x1a\n\x16UPDATE_STAGE_RECEIVING\x10\x01\x12\x16\n\x12UPDATE_STAGE_READY\x10\x02\x12\x1b\n\x17UPDATE_STAGE_INSTALLING\x10\x03\x12\x18\n\x14UPDATE_STAGE_APPLIED\x10\x04\x12\x18\n\x14UPDATE_STAGE_ABORTED\x10\x05\x12\x17\n\x13UPDATE_STAGE_FAILED\x10\x06*\x88\x01\n\x0f\x43onditionStatus\x12 \n\x1c\x43ONDITION_STATUS_UNSPECIFIED\x10\x00\x12\x19\n\x15\x43ONDITION_STATUS_TRUE\x10\x01\x12\x1a\n\x16\x43ONDITION_STATUS_FALSE\x10\x02\x12\x1c\n\x18\x43ONDITION_STATUS_UNKNOWN\x10\x03*\x80\x01\n\x0cVerification\x12\x1c\n\x18VERIFICATION_UNSPECIFIED\x10\x00\x12\x1b\n\x17VERIFICATION_UNVERIFIED\x10\x01\x12\x19\n\x15VERIFICATION_MAJORITY\x10\x02\x12\x1a\n\x16VERIFICATION_REFERENCE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -51,6 +51,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPDATEPROGRESS'].fields_by_name['error_reason']._serialized_options = b'\212\350\030\002(?'
   _globals['_UPDATEPROGRESS'].fields_by_name['error_message']._loaded_options = None
   _globals['_UPDATEPROGRESS'].fields_by_name['error_message']._serialized_options = b'\212\350\030\003(\200 '
+  _globals['_UPDATEPROGRESS'].fields_by_name['changed_tensors']._loaded_options = None
+  _globals['_UPDATEPROGRESS'].fields_by_name['changed_tensors']._serialized_options = b'\212\350\030\002\020\000'
+  _globals['_UPDATEPROGRESS'].fields_by_name['tensor_count']._loaded_options = None
+  _globals['_UPDATEPROGRESS'].fields_by_name['tensor_count']._serialized_options = b'\212\350\030\002\020\000'
   _globals['_REFUSAL'].fields_by_name['version']._loaded_options = None
   _globals['_REFUSAL'].fields_by_name['version']._serialized_options = b'\212\350\030\002\010\001'
   _globals['_REFUSAL'].fields_by_name['reason']._loaded_options = None
@@ -89,26 +93,28 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ENGINESTATUS'].fields_by_name['residency']._serialized_options = b'\212\350\030\002\010\001'
   _globals['_ENGINESTATUS'].fields_by_name['conditions']._loaded_options = None
   _globals['_ENGINESTATUS'].fields_by_name['conditions']._serialized_options = b'\212\350\030\0028 '
-  _globals['_ENGINELIFE']._serialized_start=1610
-  _globals['_ENGINELIFE']._serialized_end=1750
-  _globals['_WEIGHTSSTATE']._serialized_start=1752
-  _globals['_WEIGHTSSTATE']._serialized_end=1874
-  _globals['_RESIDENCY']._serialized_start=1876
-  _globals['_RESIDENCY']._serialized_end=1980
-  _globals['_HOLDKIND']._serialized_start=1983
-  _globals['_HOLDKIND']._serialized_end=2163
-  _globals['_UPDATESTAGE']._serialized_start=2166
-  _globals['_UPDATESTAGE']._serialized_end=2367
-  _globals['_CONDITIONSTATUS']._serialized_start=2370
-  _globals['_CONDITIONSTATUS']._serialized_end=2506
+  _globals['_ENGINELIFE']._serialized_start=1738
+  _globals['_ENGINELIFE']._serialized_end=1878
+  _globals['_WEIGHTSSTATE']._serialized_start=1880
+  _globals['_WEIGHTSSTATE']._serialized_end=2002
+  _globals['_RESIDENCY']._serialized_start=2004
+  _globals['_RESIDENCY']._serialized_end=2108
+  _globals['_HOLDKIND']._serialized_start=2111
+  _globals['_HOLDKIND']._serialized_end=2291
+  _globals['_UPDATESTAGE']._serialized_start=2294
+  _globals['_UPDATESTAGE']._serialized_end=2495
+  _globals['_CONDITIONSTATUS']._serialized_start=2498
+  _globals['_CONDITIONSTATUS']._serialized_end=2634
+  _globals['_VERIFICATION']._serialized_start=2637
+  _globals['_VERIFICATION']._serialized_end=2765
   _globals['_HOLD']._serialized_start=174
   _globals['_HOLD']._serialized_end=252
   _globals['_UPDATEPROGRESS']._serialized_start=255
-  _globals['_UPDATEPROGRESS']._serialized_end=551
-  _globals['_REFUSAL']._serialized_start=554
-  _globals['_REFUSAL']._serialized_end=711
-  _globals['_CONDITION']._serialized_start=714
-  _globals['_CONDITION']._serialized_end=904
-  _globals['_ENGINESTATUS']._serialized_start=907
-  _globals['_ENGINESTATUS']._serialized_end=1607
+  _globals['_UPDATEPROGRESS']._serialized_end=639
+  _globals['_REFUSAL']._serialized_start=642
+  _globals['_REFUSAL']._serialized_end=799
+  _globals['_CONDITION']._serialized_start=802
+  _globals['_CONDITION']._serialized_end=992
+  _globals['_ENGINESTATUS']._serialized_start=995
+  _globals['_ENGINESTATUS']._serialized_end=1735
 # @@protoc_insertion_point(module_scope)
