@@ -20,6 +20,7 @@ from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
 from controlplane.core.fleet_catch_up import CHECKPOINT
+from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
@@ -86,6 +87,9 @@ class EngineSettings:
     deltas: bool = False
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
+    pause: PausePolicy = KEEP
+    """What becomes of the requests in the engine at an install, unless the trainer says it: `mode` keep, abort or wait;
+    with wait `wait_seconds` and a `fallback`."""
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""
@@ -97,6 +101,8 @@ class EngineSettings:
     """How many engines its unit has."""
 
     def __post_init__(self) -> None:
+        if self.pause.problem:
+            raise ValueError(f"pause: {self.pause.problem}")
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
             raise ValueError("unit and unit_size go together: name the unit, and how many engines it has")
         if unknown := set(self.transports) - set(TRANSPORTS):
@@ -244,7 +250,7 @@ def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas)
+    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas, pause=settings.pause)
 
 
 def _new_engine(settings: EngineSettings) -> Engine:

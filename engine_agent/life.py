@@ -26,6 +26,7 @@ from controlplane.core.errors import (
     InstallTimedOut,
     WeightplaneError,
 )
+from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
@@ -48,8 +49,12 @@ MAX_OUTCOMES = 16
 class EngineLife:
     """One incarnation. `state` is watched by the session, the services and the gate; `number` is the life's."""
 
-    def __init__(self, initial: EngineState, engine: Engine, memory: Memory, *, deltas: bool = False) -> None:
-        """`deltas`: the bytes of what it holds are kept, and deltas to them taken."""
+    def __init__(
+        self, initial: EngineState, engine: Engine, memory: Memory, *, deltas: bool = False, pause: PausePolicy = KEEP
+    ) -> None:
+        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `pause`: of installs, unless their
+        writers say how."""
+        self.pause = pause
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
         self.core = core.EngineCore(

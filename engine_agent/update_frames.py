@@ -8,7 +8,7 @@ from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import Held, KeptBase
 from controlplane.core.errors import FrameInvalid
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
-from controlplane.rpc.codec import version_from_proto, version_to_proto
+from controlplane.rpc.codec import pause_from_proto, version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import canary_to_proto, reference_from_proto, timings_to_proto
 from engine_agent.installing import Applied
 from engine_agent.receivers import Buffer
@@ -42,6 +42,7 @@ def opened(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | 
         engine_id=EngineId(message.engine.engine_id),
         kept=kept,
         reference=_reference(message.manifest),
+        pause=pause_from_proto(message.pause) if message.HasField("pause") else None,
     )
 
 

@@ -169,7 +169,7 @@ def _update_json(update: engine_pb2.UpdateProgress) -> dict[str, Any]:
         "tensor_count": update.tensor_count,
         "pause_seconds": {
             part: getattr(update.timings, part).ToNanoseconds() / 1e9
-            for part in ("quiesce", "install", "caches", "canary")
+            for part in ("quiesce", "install", "caches", "canary", "wait")
         }
         if update.HasField("timings")
         else None,

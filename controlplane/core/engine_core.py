@@ -209,6 +209,7 @@ class EngineCore:
             by_coordinator=event.by_coordinator,
             base=None if event.base is None else event.kept,
             reference=event.reference,
+            pause=event.pause,
         )
         layout = self._layouts.get(event.layout_digest)
         if layout is not None:

@@ -11,6 +11,7 @@ from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
+from controlplane.core.pauses import PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
 # ---- events -------------------------------------------------------------------------------------
@@ -74,6 +75,8 @@ class Opened:
     """What the agent could apply a delta to."""
     reference: CanaryReference | None = None
     """What the trainer says of the same weights."""
+    pause: PausePolicy | None = None
+    """What becomes of the requests in the engine; None: by the engine's own setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +331,7 @@ class Update:
     content_digest: bytes = b""
     reference: CanaryReference | None = None
     """What the canary must say too."""
+    pause: PausePolicy | None = None
     held_before: Weights = field(default_factory=Unset)
     quiesced: bool = False
     """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""

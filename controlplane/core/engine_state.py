@@ -138,6 +138,8 @@ class Timings:
     install: float = 0.0
     caches: float = 0.0
     canary: float = 0.0
+    wait: float = 0.0
+    """Before all that: until the requests in the engine had ended, where they were waited for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,7 @@ def timings_to_proto(timings: Timings) -> weight_update_pb2.InstallTimings:
         install=seconds_to_proto(timings.install),
         caches=seconds_to_proto(timings.caches),
         canary=seconds_to_proto(timings.canary),
+        wait=seconds_to_proto(timings.wait),
     )
 
 
@@ -207,7 +208,7 @@ def _progress_from_proto(message: engine_pb2.UpdateProgress) -> Progress:
     timings = None
     if message.HasField("timings"):
         t = message.timings
-        parts = (seconds_from_proto(p) for p in (t.quiesce, t.install, t.caches, t.canary))
+        parts = (seconds_from_proto(p) for p in (t.quiesce, t.install, t.caches, t.canary, t.wait))
         timings = Timings(*parts)
     return Progress(
         update_id=UpdateId(message.update_id),

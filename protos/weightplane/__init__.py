@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from controlplane.core.canary import CanaryReference
+    from controlplane.core.pauses import PauseMode, PausePolicy
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
     from controlplane.rollout.blocking import BlockingRolloutClient
@@ -31,6 +32,8 @@ __all__ = [
     "LeastLoaded",
     "MegatronSource",
     "ModuleSource",
+    "PauseMode",
+    "PausePolicy",
     "PowerOfTwo",
     "RolloutClient",
     "SamplingSettings",
@@ -49,6 +52,8 @@ _HOMES = {
     "LeastLoaded": "controlplane.rollout.policies",
     "MegatronSource": "trainer_agent.megatron.source",
     "ModuleSource": "trainer_agent.sources.module",
+    "PauseMode": "controlplane.core.pauses",
+    "PausePolicy": "controlplane.core.pauses",
     "PowerOfTwo": "controlplane.rollout.policies",
     "RolloutClient": "controlplane.rollout.client",
     "SamplingSettings": "controlplane.core.sampling",

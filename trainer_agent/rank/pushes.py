@@ -14,6 +14,8 @@ import structlog
 from controlplane.core.canary import CanaryReference
 from controlplane.core.errors import LinkFailed, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
+from controlplane.core.pauses import PausePolicy
+from controlplane.rpc.codec import pause_to_proto
 from controlplane.rpc.engine_codec import reference_to_proto
 from trainer_agent.rank.feed import Feed, Held, drain
 from trainer_agent.rank.inbox import PushEnded
@@ -57,6 +59,7 @@ class Pushes:
         detached: bool = False,
         check: bool = False,
         reference: CanaryReference | None = None,
+        pause: PausePolicy | None = None,
     ) -> PendingPush:
         """One push up to where this rank's weights were read, or it ended before that."""
         self._sequence += 1
@@ -80,6 +83,7 @@ class Pushes:
             keeps_whole=self.held.keeps_whole,
             base=self.held.base,
             reference=None if reference is None else reference_to_proto(reference),
+            pause=None if pause is None else pause_to_proto(pause),
         )
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
         try:

@@ -29,6 +29,7 @@ import structlog
 from controlplane.core.canary import CanaryReference
 from controlplane.core.errors import InvalidRequest, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
+from controlplane.core.pauses import PausePolicy
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
 from controlplane.processes import set_death_signal
@@ -127,7 +128,13 @@ class TrainerRank:
         return rank
 
     def push(
-        self, step: int, *, wait: WaitFor = "applied", check: bool = False, reference: CanaryReference | None = None
+        self,
+        step: int,
+        *,
+        wait: WaitFor = "applied",
+        check: bool = False,
+        reference: CanaryReference | None = None,
+        pause: PausePolicy | None = None,
     ) -> PushReport:
         """Carry the source's weights to the fleet as a new version. Collective; returns when the fleet decided.
 
@@ -140,6 +147,7 @@ class TrainerRank:
             check: Wait for `serving`, and then have every engine that applied the version asked what it holds.
             reference: What this trainer's own model says of a prompt under these weights: an engine that says something
                 else after its install is poisoned (CANARY_FAILED), and serves nothing. On one rank, or equal on all.
+            pause: What becomes of the engines' requests at their installs; None: by each engine's own setting.
 
         Raises:
             UpdateFailed: the fleet did not commit, and what it served is served on. CheckFailed: it did, and the check
@@ -149,15 +157,15 @@ class TrainerRank:
         """
         if wait not in get_args(WaitFor):
             raise InvalidRequest(field="wait", problem=f"one of {', '.join(get_args(WaitFor))}, not {wait!r}")
-        _check_reference(reference)
+        _check(reference, pause)
         if wait == "released" and not check:
-            pending = self.push_async(step, reference=reference)
+            pending = self.push_async(step, reference=reference, pause=pause)
             pending.released()
             return pending.applied(0)
         patience, started = self._patience(), time.monotonic()
         with self._pushing(step, patience):
             while True:
-                pending = self._pushes.attempt(step, patience, check=check, reference=reference)
+                pending = self._pushes.attempt(step, patience, check=check, reference=reference, pause=pause)
                 result = self._pushes.result(pending, patience)
                 if not result.retry:
                     break
@@ -167,7 +175,9 @@ class TrainerRank:
             report = pending.served(patience) if check or wait == "serving" else pending.applied(0)
             return replace(report, seconds=time.monotonic() - started)
 
-    def push_async(self, step: int, *, reference: CanaryReference | None = None) -> PendingPush:
+    def push_async(
+        self, step: int, *, reference: CanaryReference | None = None, pause: PausePolicy | None = None
+    ) -> PendingPush:
         """As `push`, but go on training meanwhile. Collective; returns when this rank's weights were read.
 
         They may change from then on. It is one push at a time: the next one first waits until this one is decided.
@@ -178,10 +188,10 @@ class TrainerRank:
             LayoutInvalid: the source yields something else than it stated. StaleTerm, PeerLost: the session is over.
             DeadlineExceeded: the other ranks did not come, or the push before was not decided in time.
         """
-        _check_reference(reference)
+        _check(reference, pause)
         patience = self._patience()
         with self._pushing(step, patience):
-            return self._pushes.attempt(step, patience, detached=True, reference=reference)
+            return self._pushes.attempt(step, patience, detached=True, reference=reference, pause=pause)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -274,8 +284,10 @@ class TrainerRank:
             raise SystemExit(int(ExitCode.FENCED)) from error
 
 
-def _check_reference(reference: CanaryReference | None) -> None:
+def _check(reference: CanaryReference | None, pause: PausePolicy | None) -> None:
     """Raises InvalidRequest: before anything is sent."""
+    if pause is not None and pause.problem:
+        raise InvalidRequest(field="pause", problem=pause.problem)
     problem = "" if reference is None else reference.problem()
     if problem:
         raise InvalidRequest(field="reference", problem=problem)

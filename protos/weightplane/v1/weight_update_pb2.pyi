@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import layout_pb2 as _layout_pb2
+from weightplane.v1 import pause_pb2 as _pause_pb2
 from weightplane.v1 import version_pb2 as _version_pb2
 import builtins as _builtins
 import sys
@@ -179,6 +180,7 @@ class UpdateOpen(_message.Message):
     WRITER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
@@ -223,6 +225,10 @@ class UpdateOpen(_message.Message):
         probed.
         """
 
+    @_builtins.property
+    def pause(self) -> _pause_pb2.PausePolicy:
+        """What becomes of the requests in the engine at the install. Absent: the engine's own setting."""
+
     def __init__(
         self,
         *,
@@ -239,10 +245,11 @@ class UpdateOpen(_message.Message):
         writer: Global___UpdateWriter.ValueType = ...,
         checkpoint: _builtins.str = ...,
         link: Global___Link | None = ...,
+        pause: _pause_pb2.PausePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "pause", b"pause", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -827,6 +834,7 @@ class InstallTimings(_message.Message):
     INSTALL_FIELD_NUMBER: _builtins.int
     CACHES_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def quiesce(self) -> _duration_pb2.Duration:
         """Until every made token was with its consumer."""
@@ -843,6 +851,10 @@ class InstallTimings(_message.Message):
     def canary(self) -> _duration_pb2.Duration:
         """The canary's requests."""
 
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Before that, with PAUSE_MODE_WAIT: until the requests in the engine had ended; only new ones waited."""
+
     def __init__(
         self,
         *,
@@ -850,10 +862,11 @@ class InstallTimings(_message.Message):
         install: _duration_pb2.Duration | None = ...,
         caches: _duration_pb2.Duration | None = ...,
         canary: _duration_pb2.Duration | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
