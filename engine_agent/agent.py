@@ -82,7 +82,7 @@ class EngineSettings:
     stream_idle_seconds: float = 60.0
     """An update's stream without a frame for so long is aborted."""
     max_restarts: int = 5
-    """Deaths in a row after which its engine is started again; then the agent ends. 10 minutes of life begin it anew."""
+    """Deaths in a row after which it starts its engine again; then it ends. 10 minutes of life begin the count anew."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     """How trainers may bring it bytes: shared_memory, inline, broadcast. inline is always among them."""
     checkpoint_root: Path | None = None
@@ -283,7 +283,8 @@ def _new_engine(settings: EngineSettings) -> Engine:
     from engine_agent.vllm.engine import VllmEngine  # heavy: an agent with the in-memory engine needs no vLLM
 
     vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
-    return VllmEngine(vllm, settings.engine_id, serve_initial=serve)
+    note = settings.state_dir / f"{settings.engine_id}.processes.json"
+    return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note)
 
 
 def _services(

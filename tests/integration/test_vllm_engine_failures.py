@@ -16,12 +16,14 @@ from typing import Any
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import EngineFacts, StagedWeights
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.leftovers import Leftovers
 from tests.support import vllm_agent_process
 from tests.support.eventually import eventually, eventually_blocking
 from tests.support.staging import stage
@@ -158,9 +160,15 @@ async def test_an_engine_that_cannot_start_says_what_its_log_said(
     state["model.norm.weight"] = torch.zeros(64)
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
     engine = VllmEngine(replace(settings, model=model), "engine-misshapen")
-    with pytest.raises(EngineDied, match=r"(?s)the engine's last errors:.*\[64\].* into parameter .*\[128\]"):
+    with (
+        capture_logs() as logged,
+        pytest.raises(EngineDied, match=r"(?s)the engine's last errors:.*\[64\].* into parameter .*\[128\]"),
+    ):
         await engine.start()
     await engine.shutdown()
+    [lines] = [entry["last_log_lines"] for entry in logged if entry["event"] == "engine_not_started"]
+    assert 20 < len(lines) <= 100
+    assert any("INFO" in line for line in lines)  # what it did before, not its errors only
 
 
 async def test_the_event_loop_goes_on_while_an_engine_starts(engine: VllmEngine) -> None:
@@ -179,16 +187,24 @@ async def test_the_event_loop_goes_on_while_an_engine_starts(engine: VllmEngine)
     assert max(gaps) < 2.0
 
 
-def test_engine_processes_end_with_a_killed_agent(model: Path) -> None:
-    command = [sys.executable, "-m", vllm_agent_process.__name__, str(model)]
+def test_L5_an_agent_that_is_killed_leaves_no_process_and_the_next_start_no_memory(model: Path, tmp_path: Path) -> None:
+    """Children end by themselves; what they cannot take along (vLLM's shared memory) is swept by whoever comes next."""
+    before, note = orphaned_segments(), tmp_path / "e0.processes.json"
+    command = [sys.executable, "-m", vllm_agent_process.__name__, str(model), str(note)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as agent:
         assert agent.stdout is not None
         line = next(line for line in agent.stdout if line.startswith(vllm_agent_process.MARK))
         pids = tuple(json.loads(line.removeprefix(vllm_agent_process.MARK)))
         assert len(pids) == 2
         assert not gone(pids)
+        noted = json.loads(note.read_text())
+        assert {str(p) for p in pids} <= noted["lives"].keys()
+        assert noted["segments"]
         agent.kill()
         eventually_blocking(lambda: gone(pids))
+    Leftovers(note).sweep()
+    assert not any(Path(segment).exists() for segment in noted["segments"])
+    eventually_blocking(lambda: orphaned_segments() <= before)
 
 
 class TestTwoWorkers:
