@@ -18,10 +18,15 @@ import psutil
 import pytest
 from structlog.testing import capture_logs
 
+from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
 from controlplane.core.sampling import SamplingSettings
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent import progress
 from engine_agent.engine import EngineFacts, StagedWeights
+from engine_agent.life import EngineLife
+from engine_agent.remembered import Memory
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from engine_agent.vllm.leftovers import Leftovers
 from tests.support import vllm_agent_process
@@ -114,6 +119,30 @@ async def test_a_killed_process_ends_every_wait_and_shutdown_leaves_nothing(engi
             await asyncio.wait_for(wait, 20)
     await engine.shutdown()
     assert gone(facts.pids)
+
+
+async def test_L4_a_core_that_hangs_shuts_the_gate_though_its_processes_live_and_opens_it_when_it_goes_on(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "STALL_SECONDS", 2.0)
+    state = EngineState(RunId("run"), ModelName("policy"), EngineId("engine-0"), Incarnation("i"))
+    life = EngineLife(state, engine, Memory(tmp_path / "e0.json", "run", "policy"))
+    await life.start()
+    assert life.facts is not None
+    await eventually(lambda: not life._scheduler_runs)  # the gate of a fresh engine is shut, which is a round trip too
+    core = min(life.facts.pids, key=lambda p: psutil.Process(p).create_time())
+    os.kill(core, signal.SIGSTOP)
+    try:
+        await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) == "engine-0")
+        assert not gone(life.facts.pids)
+        assert not life.died.done()
+    finally:
+        os.kill(core, signal.SIGCONT)
+    await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) is None)
+    await engine.resume()
+    assert len(await consume(engine, "after")) == SAMPLING.max_tokens
+    await life.end("the test is over")
 
 
 async def test_an_install_past_its_deadline_ends_the_engine(

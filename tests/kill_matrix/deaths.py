@@ -132,6 +132,7 @@ which owns the scheduler and starts the workers, or the agent in front of it. A 
 agent: a fresh engine, a new incarnation, unset, which takes the next push. A killed agent is started again by its
 supervisor, on the same port; its engine's processes end with it, and what they left in shared memory is removed before
 the next engine starts. Waits of 1, 2, 4 s … between deaths in a row are in the times. *Unrouted* is when the
-coordinator sends nobody there any more: told by the agent, or after its lease (2 s here). Every request that ran ended:
-with its tokens, or with an error.
+coordinator sends nobody there any more: told by the agent, by its broken session, or by the end of its lease (2 s
+here); in an install nobody was sent there to begin with. Every request that ran ended: with its tokens, or with an
+error.
 """
