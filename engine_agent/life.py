@@ -18,7 +18,7 @@ import structlog
 
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Life, Poisoned, Residency
+from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned, Residency
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -33,6 +33,7 @@ from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.installing import Applied, Install
 from engine_agent.kept_base import BaseKeeper
+from engine_agent.progress import Progress
 from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
 from engine_agent.remembered import Memory, Remembered
@@ -40,8 +41,6 @@ from engine_agent.requests import Requests
 
 log = structlog.get_logger(__name__)
 
-PROBE_SECONDS = 1.0
-"""Between two round trips through the engine: one that dies while nobody asks it anything is noticed in this time."""
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""
 
@@ -74,6 +73,7 @@ class EngineLife:
         """Of a life that died asleep: who put it to sleep gave its devices back."""
         self._memory = memory
         self._lock = asyncio.Lock()
+        self.progress = Progress(engine, self._lock.locked, self._stalled)
         self._power = asyncio.Lock()
         self._scheduler_runs = True
         self._next_stream = 0
@@ -100,12 +100,15 @@ class EngineLife:
     async def _probe(self) -> None:
         """INV-10: an engine that is gone is not left routable until somebody asks it for tokens."""
         try:
-            while True:
-                await asyncio.sleep(PROBE_SECONDS)
-                await self.engine.probe()
+            await self.progress.watch()
         except WeightplaneError as error:
             async with self._lock:  # an install under way says first what became of it
                 self._die(str(error))
+
+    def _stalled(self, stalled: bool) -> None:
+        """INV-10: what shows no progress is not routed to; who is in may go on to the end."""
+        log.warning("engine_stalled" if stalled else "engine_answers")
+        self.apply(events.HoldChanged(Hold(HoldKind.STALLED, self.core.state.engine_id), present=stalled))
 
     def _die(self, cause: str) -> None:
         """This life cannot go on; whoever runs it ends it."""

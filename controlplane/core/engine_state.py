@@ -82,9 +82,10 @@ class HoldKind(Enum):
     DRAINING = "draining"
     POISONED = "poisoned"
     FINISHING = "finishing"
+    STALLED = "stalled"
 
 
-LETS_FINISH = frozenset({HoldKind.DRAINING, HoldKind.FINISHING})
+LETS_FINISH = frozenset({HoldKind.DRAINING, HoldKind.FINISHING, HoldKind.STALLED})
 """While only these shut a gate, nobody enters, and who is in goes on to the end."""
 
 
@@ -239,6 +240,8 @@ class EngineState:
             return "asleep"
         if self.held_by(HoldKind.DRAINING) is not None:
             return "draining"
+        if self.held_by(HoldKind.STALLED) is not None:
+            return "stalled"
         if self.holds:
             return "held"
         if self.gate_open(served):

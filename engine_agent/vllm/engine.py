@@ -39,9 +39,11 @@ from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
+from engine_agent.vllm.engine_log import EngineLog
 from engine_agent.vllm.install import MIXTURE, Installer
-from engine_agent.vllm.launch import EngineLog, end, launch
-from engine_agent.vllm.processes import kill, own_segments, processes_of, remove
+from engine_agent.vllm.launch import end, launch
+from engine_agent.vllm.leftovers import Leftovers
+from engine_agent.vllm.processes import descendants, kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
 
@@ -54,8 +56,12 @@ DRAIN_POLL_SECONDS = 0.0005
 class VllmEngine:
     """One vLLM engine, one life. Used from one event loop."""
 
-    def __init__(self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False) -> None:
-        """`serve_initial`: it serves the model directory as it is, as number 0."""
+    def __init__(
+        self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False, note: Path | None = None
+    ) -> None:
+        """`serve_initial`: it serves the model directory as it is, as number 0. `note`: file in which its processes are
+        written down while they live, for the next start to sweep."""
+        self._leftovers = Leftovers(note) if note is not None else None
         self._settings = settings
         self._engine_id = engine_id
         self._serve_initial = serve_initial
@@ -74,12 +80,14 @@ class VllmEngine:
         if self._log is not None:
             raise EngineDied(self._engine_id, "an engine has one life; make a new one")
         self._log = EngineLog(self._settings.log_level)
+        if self._leftovers is not None:
+            await asyncio.to_thread(self._leftovers.sweep)
         try:
             tensors = await asyncio.to_thread(read_checkpoint, self._settings.model)
             model = read_model_facts(self._settings.model, tensors)
         except CheckpointError as e:
             raise EngineDied(self._engine_id, str(e)) from e
-        llm = await launch(self._settings, self._engine_id, self._log)
+        llm = await launch(self._settings, self._engine_id, self._log, self._note)
         core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
         self._streams.attach(llm)
         try:
@@ -124,6 +132,8 @@ class VllmEngine:
         raise UnsupportedByEngine(self._engine_id, "sleep")
 
     async def probe(self) -> None:
+        if self._log is not None:
+            self._log.trim()
         limit = self._settings.install_timeout_seconds + self._settings.call_timeout_seconds
         await self._core.ask(self._core.llm.is_paused(), "probe", limit)
 
@@ -135,6 +145,8 @@ class VllmEngine:
             await end(core.llm, self._settings.shutdown_timeout_seconds)
         await self._kill()
         remove(self._segments)
+        if self._leftovers is not None:
+            self._leftovers.clear()
         if self._log is not None:
             self._log.remove()
 
@@ -224,7 +236,12 @@ class VllmEngine:
         workers = await core.collect("weightplane_facts", limit)
         self._processes = processes_of(sorted(_pids(workers)))
         self._segments = own_segments(self._processes)
+        self._note(descendants())
         return workers
+
+    def _note(self, processes: set[psutil.Process]) -> None:
+        if self._leftovers is not None:
+            self._leftovers.note(processes)
 
     async def _drained(self) -> None:
         while not self._streams.drained:  # noqa: ASYNC110 - vLLM's queues have no event for it
