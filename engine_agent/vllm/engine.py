@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,13 @@ from controlplane.core.errors import (
     InstallTimedOut,
     UnsupportedByEngine,
 )
+from controlplane.core.layout import Expected
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
+    DRAFT,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -88,7 +91,8 @@ class VllmEngine:
             raise core.died(str(e)) from e
         uuids = self._device_uuids(workers)
         config = llm.vllm_config.model_config
-        expected = expected_of(tensors, model, str(config.dtype).removeprefix("torch."))
+        drafted = await asyncio.to_thread(self._draft_of, llm)
+        expected = replace(expected_of(tensors, model, _name(config.dtype)), draft=drafted)
         self._installer_or_none = Installer(core, uuids, expected, self._settings.install_timeout_seconds)
         self._facts = EngineFacts(
             world_size=len(workers),
@@ -99,11 +103,23 @@ class VllmEngine:
             likeness=self._likeness(llm, len(workers)),
             max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
             expected=expected,
-            capabilities=self._capabilities(llm),
+            capabilities=self._capabilities(llm) | ({DRAFT} if drafted is not None else set()),
             pids=tuple(p.pid for p in self._processes),
             initial_digest=await self._name_initial(core, tensors) if self._serve_initial else None,
         )
         return self._facts
+
+    def _draft_of(self, llm: Any) -> Expected | None:
+        """What an update must cover of a draft model that has a directory of its own; None if there is none."""
+        speculative = llm.vllm_config.speculative_config
+        config = None if speculative is None else speculative.draft_model_config
+        if config is None or Path(config.model) == self._settings.model:  # heads of the model's own checkpoint
+            return None
+        try:
+            tensors = read_checkpoint(Path(config.model))
+            return expected_of(tensors, read_model_facts(Path(config.model), tensors), _name(config.dtype))
+        except CheckpointError as e:
+            raise EngineDied(self._engine_id, str(e)) from e
 
     async def _name_initial(self, core: Core, tensors: Mapping[str, StoredTensor]) -> bytes:
         """What it loaded, summed from the same files; tokens are stamped with its number from here on (INV-11)."""
@@ -248,6 +264,11 @@ class VllmEngine:
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         return frozenset({"staged", "rollback", "prefix_cache"} if cached else {"staged", "rollback"})
+
+
+def _name(dtype: object) -> str:
+    """torch's name of it, as a checkpoint's configuration has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _pids(workers: Sequence[dict[str, Any]]) -> set[int]:
