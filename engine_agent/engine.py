@@ -26,7 +26,7 @@ class EngineFacts:
     """What is known of an engine once it has started."""
 
     world_size: int
-    """Worker processes (tensor × pipeline parallel); equals the number of device UUIDs."""
+    """Worker processes (tensor × pipeline × data parallel); equals the number of device UUIDs."""
     device_uuids: tuple[str, ...]
     """One per worker, in worker rank order; each in the form of `controlplane.core.names.device_uuid`."""
     vocab_size: int

@@ -206,7 +206,7 @@ class VllmEngine:
             await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
         decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
         try:
-            return await core.ask(speak(core.llm, prompt, decoded, self.resume), "canary", limit)
+            return await core.ask(speak(core.llm, prompt, decoded, self.resume, core.cores), "canary", limit)
         except (CanarySilent, DeadlineExceeded) as e:
             self._installer.kv_suspect = True
             raise CanaryFailed(self._engine_id, self._label or "unset", str(e)) from e

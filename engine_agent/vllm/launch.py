@@ -24,6 +24,7 @@ import psutil
 from controlplane.core.errors import EngineDied
 from engine_agent.threads import in_thread
 from engine_agent.vllm import environment
+from engine_agent.vllm.lineage import tie_coordinator
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
@@ -138,6 +139,8 @@ def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if settings.data_parallel_size > 1:
+        tie_coordinator()
     if given_up.is_set():  # the imports alone took too long
         raise TimeoutError("the start was given up")
     return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu)))

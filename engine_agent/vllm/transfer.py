@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 from controlplane import failpoints
 from engine_agent.vllm.loading import Loader
 from engine_agent.vllm.mapping import DTYPES, MappedChunks, StagingError
+from engine_agent.vllm.ranks import rank_in_engine
 
 
 @dataclass
@@ -120,7 +121,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._drop_staged()
 
     def result_dict(self) -> dict[str, Any]:
-        return asdict(self.result) | {"rank": self.parallel_config.rank}
+        return asdict(self.result) | {"rank": rank_in_engine(self.parallel_config)}
 
     # ---- check ------------------------------------------------------------------------------
 
@@ -132,7 +133,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             raise StagingError("the session's target is not the layout's")
         if not len(update.chunk_indexes) == len(update.offsets) == len(init.names):
             raise StagingError(f"{len(update.offsets)} placements for a layout of {len(init.names)} tensors")
-        uuid = init.device_uuids[self.parallel_config.rank]
+        uuid = init.device_uuids[rank_in_engine(self.parallel_config)]
         spans = update.chunks.get(uuid, update.chunks.get(""))
         if spans is None:
             raise StagingError(f"no chunks for device {uuid}; there are some for {', '.join(update.chunks)}")
