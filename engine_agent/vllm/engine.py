@@ -23,6 +23,7 @@ from controlplane.core.errors import (
     EngineNotReady,
     InstallFailed,
     InstallTimedOut,
+    PeerLost,
     UnsupportedByEngine,
 )
 from controlplane.core.layout import Expected
@@ -38,6 +39,7 @@ from engine_agent.engine import (
     LiveRequests,
     StagedWeights,
 )
+from engine_agent.members.nodes import FurtherNodes
 from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
@@ -57,9 +59,17 @@ DRAIN_POLL_SECONDS = 0.0005
 class VllmEngine:
     """One vLLM engine, one life. Used from one event loop."""
 
-    def __init__(self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False) -> None:
-        """`serve_initial`: it serves the model directory as it is, as number 0."""
+    def __init__(
+        self,
+        settings: VllmSettings,
+        engine_id: str,
+        *,
+        serve_initial: bool = False,
+        further: FurtherNodes | None = None,
+    ) -> None:
+        """`serve_initial`: it serves the model directory as it is, as number 0. `further`: its other nodes."""
         self._settings = settings
+        self._further = further
         self._engine_id = engine_id
         self._serve_initial = serve_initial
         self._log: EngineLog | None = None
@@ -82,9 +92,11 @@ class VllmEngine:
             model = read_model_facts(self._settings.model, tensors)
         except CheckpointError as e:
             raise EngineDied(self._engine_id, str(e)) from e
-        llm = await launch(self._settings, self._engine_id, self._log)
+        llm = await self._launch(self._log)
         core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
         self._streams.attach(llm)
+        if self._further is not None:
+            self._further.watch(core.died)
         try:
             workers = await self._meet_workers(core)
         except DeadlineExceeded as e:
@@ -108,6 +120,13 @@ class VllmEngine:
             initial_digest=await self._name_initial(core, tensors) if self._serve_initial else None,
         )
         return self._facts
+
+    async def _launch(self, log: EngineLog) -> Any:
+        try:
+            nodes = None if self._further is None else await self._further.meet()
+        except (DeadlineExceeded, PeerLost) as e:
+            raise EngineDied(self._engine_id, str(e)) from e
+        return await launch(self._settings, self._engine_id, log, nodes)
 
     def _draft_of(self, llm: Any) -> Expected | None:
         """What an update must cover of a draft model that has a directory of its own; None if there is none."""
@@ -149,6 +168,8 @@ class VllmEngine:
             core.close()
             core.died("it was shut down", explain=False)
             await end(core.llm, self._settings.shutdown_timeout_seconds)
+        if self._further is not None:
+            self._further.release()
         await self._kill()
         remove(self._segments)
         if self._log is not None:
@@ -181,7 +202,7 @@ class VllmEngine:
         limit = self._settings.install_timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                report = await installer.install(staged)
+                report = await self._install_everywhere(installer, staged)
         except InstallFailed as e:
             self._label = MIXTURE if e.touched else self._label
             raise
@@ -193,6 +214,12 @@ class VllmEngine:
             raise
         self._label = staged.label
         return report
+
+    async def _install_everywhere(self, installer: Installer, staged: StagedWeights) -> InstallReport:
+        if self._further is None:
+            return await installer.install(staged)
+        async with self._further.holding(staged, self._started_facts.device_uuids) as on_every_node:
+            return await installer.install(on_every_node)
 
     async def clear_caches(self) -> None:
         if not await self._installer.clear_caches():
@@ -238,7 +265,8 @@ class VllmEngine:
         limit = self._settings.call_timeout_seconds
         await core.ask(core.llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM's tasks begin on this loop
         workers = await core.collect("weightplane_facts", limit)
-        self._processes = processes_of(sorted(_pids(workers)))
+        here = len(workers) // (1 + self._settings.further_nodes)  # pids of other nodes are strangers' here
+        self._processes = processes_of(sorted(_pids(workers[:here])))
         self._segments = own_segments(self._processes)
         return workers
 

@@ -27,7 +27,7 @@ from engine_agent.vllm import environment
 from engine_agent.vllm.lineage import tie_coordinator
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
-from engine_agent.vllm.settings import VllmSettings, engine_arguments
+from engine_agent.vllm.settings import Nodes, VllmSettings, engine_arguments
 
 T = TypeVar("T")
 
@@ -93,12 +93,12 @@ def _of_a_stack(line: str) -> bool:
     return line.startswith((" ", "Traceback (")) or not line
 
 
-async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
+async def launch(settings: VllmSettings, engine_id: str, log: EngineLog, nodes: Nodes | None = None) -> Any:
     """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then."""
     if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
         raise EngineDied(engine_id, "the weightplane package is not installed: vLLM would not find its plugin")
     before, given_up = descendants(), threading.Event()
-    construct = partial(_construct, settings, log, given_up)
+    construct = partial(_construct, settings, log, given_up, nodes)
     attempt = asyncio.ensure_future(in_thread(construct, name="weightplane-vllm-start"))
     try:
         done, _ = await asyncio.wait({attempt}, timeout=settings.start_timeout_seconds)
@@ -133,7 +133,7 @@ async def end(llm: Any, limit_seconds: float) -> None:
     ending.result()
 
 
-def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event) -> Any:
+def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event, nodes: Nodes | None) -> Any:
     gpu = environment.gpu_present()
     environment.apply(environment.engine_environment(settings, gpu=gpu, log_config=log.config, base=os.environ))
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -143,7 +143,7 @@ def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event
         tie_coordinator()
     if given_up.is_set():  # the imports alone took too long
         raise TimeoutError("the start was given up")
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu)))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu, nodes=nodes)))
 
 
 async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) -> None:

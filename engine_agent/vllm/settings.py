@@ -39,6 +39,10 @@ class VllmSettings:
     data_parallel_size: int = 1
     """Engine cores, each with the whole model on workers of its own: they are one engine, take a version together and
     die together, and requests are spread over them."""
+    further_nodes: int = 0
+    """Nodes beside the agent's, each with a member process that brings its share of the cores."""
+    node_address: str = ""
+    """Address of this node, which the engine's other nodes reach it by. Needed with further nodes."""
     block_size: int | None = None
     """Tokens in a KV block. None: vLLM's choice on a GPU, 32 on a CPU (128 would leave short prompts uncached)."""
     kv_cache_memory_bytes: int | None = 256 * MIB
@@ -71,6 +75,10 @@ class VllmSettings:
         taken = OWN_ARGUMENTS & self.vllm_arguments.keys()
         if taken:
             raise ValueError(f"vllm_arguments may not set {', '.join(sorted(taken))}")
+        if self.data_parallel_size % (1 + self.further_nodes):
+            raise ValueError(f"{self.data_parallel_size} cores cannot be shared by {1 + self.further_nodes} nodes")
+        if self.further_nodes and not self.node_address:
+            raise ValueError("an engine with further nodes needs node_address: its own, as they reach it")
         if self.device_uuids and not len(self.device_uuids) == len(set(self.device_uuids)) == self.world_size:
             raise ValueError(f"device_uuids must name {self.world_size} different devices")
         if min(self.cpu_threads, self.max_num_seqs, self.data_parallel_size) < 1:
@@ -82,8 +90,25 @@ class VllmSettings:
         of_a_core = self.tensor_parallel_size * int(self.vllm_arguments.get("pipeline_parallel_size", 1))
         return self.data_parallel_size * of_a_core
 
+    @property
+    def cores_each(self) -> int:
+        """Engine cores of one node."""
+        return self.data_parallel_size // (1 + self.further_nodes)
 
-def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where the cores of an engine that spans nodes meet."""
+
+    address: str
+    """Of the agent's node."""
+    port: int
+    """Where vLLM's front end waits for cores."""
+    first_core: int = 0
+    """Number of this node's first core; 0 is the agent's."""
+
+
+def engine_arguments(settings: VllmSettings, *, gpu: bool, nodes: Nodes | None = None) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs."""
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -105,4 +130,12 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     block_size = settings.block_size or (None if gpu else 32)
     if block_size is not None:
         arguments["block_size"] = block_size
+    if nodes is not None:
+        arguments |= {
+            "data_parallel_size_local": settings.cores_each,
+            "data_parallel_address": nodes.address,
+            "data_parallel_rpc_port": nodes.port,
+        }
+        if nodes.first_core:
+            arguments["data_parallel_start_rank"] = nodes.first_core
     return arguments | dict(settings.vllm_arguments)

@@ -176,9 +176,7 @@ async def test_l5_one_cores_death_is_the_engines_and_nothing_of_it_is_left(tmp_p
     assert started > set(facts.pids), "vLLM's process between the cores is one more"
     os.kill(facts.pids[-1], signal.SIGKILL)
     with pytest.raises(EngineDied):
-        async with asyncio.timeout(20):
-            while True:  # vLLM notices within 0.1 s
-                await engine.probe()
+        await asyncio.wait_for(probe_on(engine), 20)
     await engine.shutdown()
     await eventually(lambda: not any(map(lives, started)))
 
@@ -195,6 +193,12 @@ async def test_l5_an_agent_that_is_killed_leaves_no_process_not_even_that_betwee
     agent.kill()
     await agent.wait()
     await eventually(lambda: not any(map(lives, family)))
+
+
+async def probe_on(engine: VllmEngine) -> None:
+    """vLLM notices a death within 0.1 s."""
+    while True:
+        await engine.probe()
 
 
 def own_processes() -> set[int]:
