@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from controlplane.core.errors import DeadlineExceeded, InstallFailed, PeerLost
 from controlplane.core.layout import DType, Layout, TensorSpec
@@ -15,7 +16,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.rpc.server import RunningServer, start_server
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
 from engine_agent.members.head import MemberLink, Members
-from engine_agent.members.member import MemberSettings, run_member
+from engine_agent.members.member import Copy, MemberSettings, run_member
 from engine_agent.members.nodes import FurtherNodes
 from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
@@ -152,3 +153,14 @@ async def test_a_stopped_member_is_missed_and_comes_again_for_the_next_life() ->
             await eventually(lambda: members._links not in ([], [second]))
         with pytest.raises(PeerLost):
             await first.drop()
+
+
+@pytest.mark.parametrize("spoilt", [b"01234", b"0123456", b"01x3456789"], ids=["short", "shorter", "changed"])
+def test_m3_a_members_copy_is_held_only_if_it_is_what_was_sent(spoilt: bytes) -> None:
+    sent = b"0123456789"
+    copy = Copy(len(sent))
+    copy.write(spoilt)
+    held = copy.held(xxhash.xxh3_64_digest(sent))
+    copy.drop()
+    assert not held.path
+    assert "not what was sent" in held.problem
