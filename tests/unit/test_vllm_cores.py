@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from controlplane.core.canary import Canary
 from controlplane.core.errors import EngineDied
 from controlplane.fleet_file.settings import GroupSettings
-from engine_agent.engine import CanaryReport
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import CanarySilent, _agreed
 from engine_agent.vllm.headless import headless_from_json, settings_to_json
@@ -69,7 +69,7 @@ def test_workers_are_numbered_through_all_cores() -> None:
 
 
 def test_cores_that_say_other_things_fail_the_canary_and_rounding_does_not() -> None:
-    said = CanaryReport((-1.0, -2.0), (5,))
+    said = Canary((-1.0, -2.0), (5,))
     assert _agreed([said, replace(said, prompt_logprobs=(-1.03, -2.0))]) == said
     with pytest.raises(CanarySilent, match=r"core 2 says other than core 0: 0\.500"):
         _agreed([said, said, replace(said, prompt_logprobs=(-1.0, -2.5))])
