@@ -31,6 +31,8 @@ from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.lifecycle_service import LifecycleService
+from engine_agent.members.head import Members
+from engine_agent.members.nodes import FurtherNodes
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
@@ -39,6 +41,7 @@ from engine_agent.rollout_service import RolloutService
 from engine_agent.session import Membership, Session
 from engine_agent.update_service import WeightUpdateService
 from engine_agent.vllm.settings import VllmSettings
+from weightplane.local.v1 import member_pb2, member_pb2_grpc
 from weightplane.v1 import (
     lifecycle_pb2,
     lifecycle_pb2_grpc,
@@ -105,8 +108,8 @@ class EngineSettings:
     """How many engines its unit has."""
 
     def __post_init__(self) -> None:
-        if self.pause.problem:
-            raise ValueError(f"pause: {self.pause.problem}")
+        if self.pause.problem_at_an_install:
+            raise ValueError(f"pause: {self.pause.problem_at_an_install}")
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
             raise ValueError("unit and unit_size go together: name the unit, and how many engines it has")
         if unknown := set(self.transports) - set(TRANSPORTS):
@@ -119,10 +122,11 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
     stop = stop or asyncio.Event()
     holder = EngineLifeHolder()
+    members = _members(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     try:
-        holder.life = _new_life(settings, memory)
-        server = await start_server(settings.listen, _services(holder, settings, stop))
+        holder.life = _new_life(settings, memory, members)
+        server = await start_server(settings.listen, _services(holder, settings, stop, members))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
@@ -130,7 +134,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
     signalled = asyncio.create_task(wait_for_signal(stop))
-    agent = _Agent(settings, memory, holder, server, signalled)
+    agent = _Agent(settings, memory, holder, server, signalled, members)
     try:
         return await agent.run()
     except LedgerError as error:  # a later life could not be counted
@@ -152,12 +156,14 @@ class _Agent:
         holder: EngineLifeHolder,
         server: RunningServer,
         signalled: asyncio.Task[None],
+        members: Members | None,
     ) -> None:
         self._settings = settings
         self._memory = memory
         self._holder = holder
         self._server = server
         self._signalled = signalled
+        self._members = members
         self._endpoint = settings.advertise or server.address
         self._supervisor = Supervisor()
         self._turns = Turns()
@@ -188,7 +194,7 @@ class _Agent:
             await self._devices_free(self._holder.life)
             await asyncio.wait({self._signalled}, timeout=wait)
             if not self._signalled.done():
-                self._holder.life = _new_life(self._settings, self._memory)
+                self._holder.life = _new_life(self._settings, self._memory, self._members)
         return ExitCode.OK
 
     def _moved(self) -> object:
@@ -268,17 +274,23 @@ def _membership(settings: EngineSettings) -> Membership:
     return Membership(settings.group, settings.unit, settings.unit_size, reads, transports)
 
 
-def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
+def _members(settings: EngineSettings) -> Members | None:
+    further = 0 if settings.vllm is None else settings.vllm.further_nodes
+    return Members(settings.run_id, settings.engine_id, further) if further else None
+
+
+def _new_life(settings: EngineSettings, memory: Memory, members: Members | None = None) -> EngineLife:
     state = EngineState(
         RunId(settings.run_id),
         ModelName(settings.model),
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas, pause=settings.pause)
+    engine = _new_engine(settings, members)
+    return EngineLife(state, engine, memory, deltas=settings.deltas, pause=settings.pause)
 
 
-def _new_engine(settings: EngineSettings) -> Engine:
+def _new_engine(settings: EngineSettings, members: Members | None) -> Engine:
     devices = tuple(str(cpu_device_uuid(i)) for i in settings.cpu_devices)
     serve = settings.initial == "serve"
     if settings.backend == "memory":
@@ -290,11 +302,12 @@ def _new_engine(settings: EngineSettings) -> Engine:
 
     vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
     note = settings.state_dir / f"{settings.engine_id}.processes.json"
-    return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note)
+    further = FurtherNodes(members, vllm, settings.engine_id) if members is not None else None
+    return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note, further=further)
 
 
 def _services(
-    holder: EngineLifeHolder, settings: EngineSettings, stop: asyncio.Event
+    holder: EngineLifeHolder, settings: EngineSettings, stop: asyncio.Event, members: Members | None
 ) -> list[Callable[[grpc.aio.Server], str]]:
     def add(register: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> Any:
         def add_to(server: grpc.aio.Server) -> str:
@@ -303,7 +316,14 @@ def _services(
 
         return add_to
 
-    return [
+    own = [
+        add(
+            member_pb2_grpc.add_EngineMembersServicer_to_server,
+            members,
+            member_pb2.DESCRIPTOR.services_by_name["EngineMembers"].full_name,
+        )
+    ]
+    return (own if members is not None else []) + [
         add(
             weight_update_pb2_grpc.add_WeightUpdateServicer_to_server,
             WeightUpdateService(

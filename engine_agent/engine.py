@@ -16,13 +16,17 @@ from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.sampling import SamplingSettings
 
+DRAFT = "draft"
+"""Capability of an engine with a draft model that updates may carry."""
+DRAFT_IS_A_MIXTURE = "the draft model is a mixture since an install that failed, and this update does not cover it"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What is known of an engine once it has started."""
 
     world_size: int
-    """Worker processes (tensor × pipeline parallel); equals the number of device UUIDs."""
+    """Worker processes (tensor × pipeline × data parallel); equals the number of device UUIDs."""
     device_uuids: tuple[str, ...]
     """One per worker, in worker rank order; each in the form of `controlplane.core.names.device_uuid`."""
     vocab_size: int
@@ -36,7 +40,7 @@ class EngineFacts:
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
-    """Of `staged`, `rollback`, `sleep`, `prefix_cache`. Deltas are the agent's: an engine is given whole versions."""
+    """Of `staged`, `rollback`, `sleep`, `prefix_cache`, `draft`. Deltas are the agent's affair."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
     initial_digest: bytes | None = None
@@ -136,6 +140,9 @@ class Engine(Protocol):
 
     async def install(self, staged: StagedWeights) -> InstallReport:
         """Install a staged version in every worker, clear every cache, set the engine's label to `staged.label`.
+
+        What the layout has for the draft model goes in with the rest or not at all. After a failure that touched the
+        draft an update without it is refused: what it left there would be taken for whole.
 
         Must be called quiesced. Raises InstallFailed with `touched` true unless the old weights are
         certainly whole; EngineDied. On return every worker has copied what it needs: the staged bytes may go.

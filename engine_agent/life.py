@@ -134,6 +134,11 @@ class EngineLife:
         return state.residency is not Residency.AWAKE and state.held_by(HoldKind.ASLEEP) is not None
 
     @property
+    def steps(self) -> bool:
+        """The scheduler runs: requests that are in the engine go on."""
+        return self._scheduler_runs
+
+    @property
     def open(self) -> bool:
         """Requests may enter: the gate is open and the scheduler runs."""
         return self.core.gate_open and self._scheduler_runs

@@ -22,10 +22,22 @@ from controlplane import failpoints
 from controlplane.core.canary import Canary
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
 from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
-from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
+from controlplane.core.layout import (
+    DRAFT_PREFIX,
+    PLAIN,
+    DType,
+    Expected,
+    Layout,
+    TargetKind,
+    TensorSpec,
+    content_digest,
+    own_name,
+)
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
+    DRAFT,
+    DRAFT_IS_A_MIXTURE,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -46,6 +58,12 @@ class MemorySettings:
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"w": (4,)})
     """Names and shapes that an update must cover."""
     dtype: DType = DType.F32
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Of the tensors whose dtype is another than `dtype`."""
+    weights_format: str = PLAIN
+    draft_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Names and shapes of its draft model, which has the same dtypes; empty: it has none. What it speaks does not
+    depend on them."""
     vocab_size: int = 256
     max_model_len: int = 4096
     max_requests: int = 256
@@ -76,6 +94,8 @@ class MemoryEngine:
         self._settings = settings
         self._engine_id = engine_id
         self._weights, self._digest, self._label = hashlib.sha256(b"initial").digest(), b"", "default"
+        self._draft = self._weights
+        self._draft_whole = True
         if serve_initial:
             initial = initial_tensors(settings)
             self._weights = weights_of({name: hashlib.sha256(data).digest() for name, data in initial.items()})
@@ -99,8 +119,12 @@ class MemoryEngine:
         """What it holds of its device's memory now."""
         return sum(self._resident.values())
 
+    @property
+    def draft_weights(self) -> bytes:
+        """Its draft model's weights as one digest, as `weights_of` makes it."""
+        return self._draft
+
     async def start(self) -> EngineFacts:
-        shapes = dict(self._settings.tensors)
         return EngineFacts(
             world_size=len(self._settings.device_uuids),
             device_uuids=tuple(device_uuid(d) for d in self._settings.device_uuids),
@@ -109,13 +133,15 @@ class MemoryEngine:
             max_logprobs=0,
             likeness=f"memory, vocabulary {self._settings.vocab_size}",
             max_requests=self._settings.max_requests,
-            expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
-            capabilities=frozenset(
-                {"staged", "rollback", SLEEP} if self._settings.can_sleep else {"staged", "rollback"}
-            ),
+            expected=_expected(self._settings),
+            capabilities=self._capabilities(),
             pids=(os.getpid(),),
             initial_digest=self._digest or None,
         )
+
+    def _capabilities(self) -> frozenset[str]:
+        extra = {SLEEP: self._settings.can_sleep, DRAFT: bool(self._settings.draft_tensors)}
+        return frozenset({"staged", "rollback"} | {name for name, has in extra.items() if has})
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
@@ -180,6 +206,9 @@ class MemoryEngine:
             raise InstallFailed(self._engine_id, staged.label, False, "the engine was not quiesced")
         if "weights" not in self._resident:
             raise InstallFailed(self._engine_id, staged.label, False, "the weights are not resident")
+        drafted = staged.layout.draft is not None
+        if not drafted and not self._draft_whole:
+            raise InstallFailed(self._engine_id, staged.label, False, DRAFT_IS_A_MIXTURE)
         began = time.monotonic()
         await asyncio.sleep(self._settings.install_seconds)
         fresh: dict[str, bytes] = {}
@@ -189,10 +218,18 @@ class MemoryEngine:
                 fresh[tensor.name] = _digest_of(staged, index)
             except (failpoints.Injected, OSError) as error:
                 self._weights = hashlib.sha256(b"mixture").digest()
+                self._draft, self._draft_whole = (self._weights, False) if drafted else (self._draft, True)
                 raise InstallFailed(self._engine_id, staged.label, True, str(error)) from error
-        self._weights = weights_of(fresh)
+        self._put_in_place(staged.layout, fresh)
         self._label = staged.label
         return InstallReport(len(fresh), time.monotonic() - began, 0.0)
+
+    def _put_in_place(self, layout: Layout, fresh: Mapping[str, bytes]) -> None:
+        """Model and draft in one step, each under its own names."""
+        self._weights = weights_of({t.name: fresh[t.name] for t in layout.tensors if t.is_for(TargetKind.MODEL)})
+        if layout.draft is not None:
+            drafted = [t.name for t in layout.tensors if t.is_for(TargetKind.DRAFT)]
+            self._draft, self._draft_whole = weights_of({own_name(n): fresh[n] for n in drafted}), True
 
     async def clear_caches(self) -> None:
         if self._running.is_set():
@@ -222,6 +259,7 @@ class MemoryEngine:
         self._resident = {}
         if level == DROPS_WEIGHTS:  # what is in that memory after waking is anybody's
             self._weights = hashlib.sha256(b"dropped").digest()
+            self._draft, self._draft_whole = self._weights, not self._settings.draft_tensors
 
     async def wake(self, *, kv_cache: bool) -> None:
         await asyncio.sleep(self._settings.sleep_seconds)
@@ -248,11 +286,25 @@ class MemoryEngine:
 
 def initial_tensors(settings: MemorySettings) -> dict[str, bytes]:
     """The bytes of the tensors that such an engine loads at its start."""
-    return {n: hashlib.shake_256(f"{settings.seed}/{n}".encode()).digest(size) for n, size in _sizes(settings).items()}
+    sizes = {n: size for n, size in _sizes(settings).items() if n in settings.tensors}
+    return {n: hashlib.shake_256(f"{settings.seed}/{n}".encode()).digest(size) for n, size in sizes.items()}
 
 
 def _sizes(settings: MemorySettings) -> dict[str, int]:
-    return {n: TensorSpec(n, settings.dtype, tuple(shape)).byte_count for n, shape in settings.tensors.items()}
+    named = dict(settings.tensors) | {DRAFT_PREFIX + n: shape for n, shape in settings.draft_tensors.items()}
+    return {n: TensorSpec(n, _dtype(settings, n), tuple(shape)).byte_count for n, shape in named.items()}
+
+
+def _dtype(settings: MemorySettings, name: str) -> DType:
+    return settings.dtypes.get(own_name(name), settings.dtype)
+
+
+def _expected(settings: MemorySettings) -> Expected:
+    def of(shapes: Mapping[str, tuple[int, ...]], draft: Expected | None) -> Expected:
+        dtypes = {name: frozenset({_dtype(settings, name)}) for name in shapes}
+        return Expected(dict(shapes), dtypes, format=settings.weights_format, draft=draft)
+
+    return of(settings.tensors, of(settings.draft_tensors, None) if settings.draft_tensors else None)
 
 
 def weights_of(tensor_digests: Mapping[str, bytes]) -> bytes:

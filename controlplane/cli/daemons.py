@@ -80,6 +80,12 @@ def engine(
     ] = None,
     fleet: Fleet = None,
     engine_id: Annotated[str | None, typer.Option("--id", metavar="ID", help="Which engine of the fleet file.")] = None,
+    member_of: Annotated[
+        str | None, typer.Option("--member-of", metavar="ID", help="Be a further node of engine ID; needs --head.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option("--head", metavar="HOST:PORT", help="With --member-of: the engine's agent.")
+    ] = None,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     die_with_parent: Parent = None,
@@ -87,6 +93,14 @@ def engine(
     """Run an engine agent with its engine: the only writer of that engine's weights."""
     from engine_agent.agent import EngineSettings, run_engine
 
+    if (member_of is None) != (head is None):
+        raise typer.BadParameter("--member-of and --head go together: the engine, and where its agent is")
+    if member_of is not None:
+        from engine_agent.members.member import MemberSettings, run_member
+
+        member = _settings(MemberSettings, config, _given(sets, engine_id=member_of, head=head))
+        _prepare("member", log_level, die_with_parent)
+        return asyncio.run(run_member(member))
     given = _given(sets, listen=listen, coordinator=coordinator)
     if (fleet is None) != (engine_id is None):
         raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")

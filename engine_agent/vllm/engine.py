@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,19 +23,23 @@ from controlplane.core.errors import (
     EngineNotReady,
     InstallFailed,
     InstallTimedOut,
+    PeerLost,
     UnsupportedByEngine,
 )
+from controlplane.core.layout import Expected
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
+    DRAFT,
     EngineFacts,
     GenerationDelta,
     InstallReport,
     LiveRequests,
     StagedWeights,
 )
+from engine_agent.members.nodes import FurtherNodes
 from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
@@ -57,12 +62,19 @@ class VllmEngine:
     """One vLLM engine, one life. Used from one event loop."""
 
     def __init__(
-        self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False, note: Path | None = None
+        self,
+        settings: VllmSettings,
+        engine_id: str,
+        *,
+        serve_initial: bool = False,
+        note: Path | None = None,
+        further: FurtherNodes | None = None,
     ) -> None:
         """`serve_initial`: it serves the model directory as it is, as number 0. `note`: file in which its processes are
-        written down while they live, for the next start to sweep."""
+        written down while they live, for the next start to sweep. `further`: its other nodes."""
         self._leftovers = Leftovers(note) if note is not None else None
         self._settings = settings
+        self._further = further
         self._engine_id = engine_id
         self._serve_initial = serve_initial
         self._log: EngineLog | None = None
@@ -87,16 +99,19 @@ class VllmEngine:
             model = read_model_facts(self._settings.model, tensors)
         except CheckpointError as e:
             raise EngineDied(self._engine_id, str(e)) from e
-        llm = await launch(self._settings, self._engine_id, self._log, self._note)
+        llm = await self._launch(self._log)
         core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
         self._streams.attach(llm)
+        if self._further is not None:
+            self._further.watch(core.died)
         try:
             workers = await self._meet_workers(core)
         except DeadlineExceeded as e:
             raise core.died(str(e)) from e
         uuids = self._device_uuids(workers)
         config = llm.vllm_config.model_config
-        expected = expected_of(tensors, model, str(config.dtype).removeprefix("torch."))
+        drafted = await asyncio.to_thread(self._draft_of, llm)
+        expected = replace(expected_of(tensors, model, _name(config.dtype)), draft=drafted)
         self._installer_or_none = Installer(core, uuids, expected, self._settings.install_timeout_seconds)
         self._facts = EngineFacts(
             world_size=len(workers),
@@ -107,11 +122,30 @@ class VllmEngine:
             likeness=self._likeness(llm, len(workers)),
             max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
             expected=expected,
-            capabilities=self._capabilities(llm),
+            capabilities=self._capabilities(llm) | ({DRAFT} if drafted is not None else set()),
             pids=tuple(p.pid for p in self._processes),
             initial_digest=await self._name_initial(core, tensors) if self._serve_initial else None,
         )
         return self._facts
+
+    async def _launch(self, log: EngineLog) -> Any:
+        try:
+            nodes = None if self._further is None else await self._further.meet()
+        except (DeadlineExceeded, PeerLost) as e:
+            raise EngineDied(self._engine_id, str(e)) from e
+        return await launch(self._settings, self._engine_id, log, self._note, nodes)
+
+    def _draft_of(self, llm: Any) -> Expected | None:
+        """What an update must cover of a draft model that has a directory of its own; None if there is none."""
+        speculative = llm.vllm_config.speculative_config
+        config = None if speculative is None else speculative.draft_model_config
+        if config is None or Path(config.model) == self._settings.model:  # heads of the model's own checkpoint
+            return None
+        try:
+            tensors = read_checkpoint(Path(config.model))
+            return expected_of(tensors, read_model_facts(Path(config.model), tensors), _name(config.dtype))
+        except CheckpointError as e:
+            raise EngineDied(self._engine_id, str(e)) from e
 
     async def _name_initial(self, core: Core, tensors: Mapping[str, StoredTensor]) -> bytes:
         """What it loaded, summed from the same files; tokens are stamped with its number from here on (INV-11)."""
@@ -143,6 +177,8 @@ class VllmEngine:
             core.close()
             core.died("it was shut down", explain=False)
             await end(core.llm, self._settings.shutdown_timeout_seconds)
+        if self._further is not None:
+            self._further.release()
         await self._kill()
         remove(self._segments)
         if self._leftovers is not None:
@@ -177,7 +213,7 @@ class VllmEngine:
         limit = self._settings.install_timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                report = await installer.install(staged)
+                report = await self._install_everywhere(installer, staged)
         except InstallFailed as e:
             self._label = MIXTURE if e.touched else self._label
             raise
@@ -189,6 +225,12 @@ class VllmEngine:
             raise
         self._label = staged.label
         return report
+
+    async def _install_everywhere(self, installer: Installer, staged: StagedWeights) -> InstallReport:
+        if self._further is None:
+            return await installer.install(staged)
+        async with self._further.holding(staged, self._started_facts.device_uuids) as on_every_node:
+            return await installer.install(on_every_node)
 
     async def clear_caches(self) -> None:
         if not await self._installer.clear_caches():
@@ -202,7 +244,7 @@ class VllmEngine:
             await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
         decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
         try:
-            return await core.ask(speak(core.llm, prompt, decoded, self.resume), "canary", limit)
+            return await core.ask(speak(core.llm, prompt, decoded, self.resume, core.cores), "canary", limit)
         except (CanarySilent, DeadlineExceeded) as e:
             self._installer.kv_suspect = True
             raise CanaryFailed(self._engine_id, self._label or "unset", str(e)) from e
@@ -234,7 +276,8 @@ class VllmEngine:
         limit = self._settings.call_timeout_seconds
         await core.ask(core.llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM's tasks begin on this loop
         workers = await core.collect("weightplane_facts", limit)
-        self._processes = processes_of(sorted(_pids(workers)))
+        here = len(workers) // (1 + self._settings.further_nodes)  # pids of other nodes are strangers' here
+        self._processes = processes_of(sorted(_pids(workers[:here])))
         self._segments = own_segments(self._processes)
         self._note(descendants())
         return workers
@@ -265,6 +308,11 @@ class VllmEngine:
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         return frozenset({"staged", "rollback", "prefix_cache"} if cached else {"staged", "rollback"})
+
+
+def _name(dtype: object) -> str:
+    """torch's name of it, as a checkpoint's configuration has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _pids(workers: Sequence[dict[str, Any]]) -> set[int]:

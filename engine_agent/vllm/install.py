@@ -16,8 +16,8 @@ from collections.abc import Awaitable
 from typing import Any, TypeVar
 
 from controlplane.core.errors import InstallFailed, Refused
-from controlplane.core.layout import MODEL_ONLY, Expected
-from engine_agent.engine import InstallReport, StagedWeights
+from controlplane.core.layout import Expected, TargetKind, own_name
+from engine_agent.engine import DRAFT_IS_A_MIXTURE, InstallReport, StagedWeights
 from engine_agent.vllm.calls import Core
 
 T = TypeVar("T")
@@ -38,6 +38,8 @@ class Installer:
         self._limit = call_limit_seconds
         self._layout_digest = b""
         self._touching = False
+        self._draft_suspect = False
+        """An install that touched the draft model failed."""
         self.kv_suspect = False
         """The KV cache may hold a NaN, which later requests would meet; it is zeroed at the next install."""
 
@@ -59,7 +61,10 @@ class Installer:
             raise InstallFailed(self._core.engine_id, staged.label, False, "the engine is not quiesced")
         self._check_layout(staged)
         await self._tell_layout(staged)
-        await self._ask(llm.start_weight_update(), "start_weight_update")
+        if staged.layout.draft is None:
+            await self._ask(llm.start_weight_update(), "start_weight_update")
+        else:
+            await self._ask(llm.start_draft_weight_update(), "start_draft_weight_update")
         await self._ask(llm.update_weights(WeightTransferUpdateRequest(_check_step(staged))), "check")
         await self._require_all_well(staged)
         started = time.perf_counter()
@@ -70,15 +75,14 @@ class Installer:
         if not await self.clear_caches():
             raise await self._failed(staged, "the prefix cache was not cleared", touched=True)
         await self._ask(llm.finish_weight_update(staged.label), "finish_weight_update")
+        self._draft_suspect = False
         ended = time.perf_counter()
         return InstallReport(loaded, loaded_at - started, ended - loaded_at)
 
     def _check_layout(self, staged: StagedWeights) -> None:
         """Once more, at the last moment: vLLM takes a layout with a missing tensor, and cuts one that is too large."""
-        other = [t.name for t in staged.layout.tensors if t.targets != MODEL_ONLY]
-        if other:
-            cause = f"{len(other)} tensors are not for the model itself, such as {other[0]}"
-            raise InstallFailed(self._core.engine_id, staged.label, False, cause)
+        if self._draft_suspect and staged.layout.draft is None:
+            raise InstallFailed(self._core.engine_id, staged.label, False, DRAFT_IS_A_MIXTURE)
         try:
             self._expected.check(staged.layout)
         except Refused as e:
@@ -106,6 +110,7 @@ class Installer:
     async def _failed(self, staged: StagedWeights, cause: str, *, touched: bool) -> InstallFailed:
         """End vLLM's session without the version's label, and return the error to raise."""
         if touched:
+            self._draft_suspect |= staged.layout.draft is not None
             await self._ask(self._core.llm.update_weight_version(MIXTURE), "update_weight_version")
         await self._ask(_quietly(self._core.llm.finish_weight_update()), "finish_weight_update")
         return InstallFailed(self._core.engine_id, staged.label, touched, cause)
@@ -140,15 +145,19 @@ async def _quietly(call: Awaitable[Any]) -> None:
 
 
 def _init_info(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str, Any]:
-    tensors = staged.layout.tensors
-    return {
+    layout = staged.layout
+    told: dict[str, Any] = {
         "device_uuids": list(device_uuids),
-        "layout_digest": staged.layout.digest.hex(),
-        "names": [t.name for t in tensors],
-        "dtypes": [t.dtype.value[0] for t in tensors],
-        "shapes": [list(t.shape) for t in tensors],
-        "ties": [[t.alias, t.source] for t in staged.layout.ties],
+        "layout_digest": layout.digest.hex(),
+        "names": [t.name if t.is_for(TargetKind.MODEL) else "" for t in layout.tensors],
+        "dtypes": [t.dtype.value[0] for t in layout.tensors],
+        "shapes": [list(t.shape) for t in layout.tensors],
+        "ties": [[t.alias, t.source] for t in layout.model.ties],
     }
+    if layout.draft is not None:
+        told["draft_names"] = [own_name(t.name) if t.is_for(TargetKind.DRAFT) else "" for t in layout.tensors]
+        told["draft_ties"] = [[t.alias, t.source] for t in layout.draft.ties]
+    return told
 
 
 def _check_step(staged: StagedWeights) -> dict[str, Any]:

@@ -427,7 +427,10 @@ class LayoutPart(_message.Message):
     count: _builtins.int
     """How many parts there are."""
     format: _builtins.str
-    """Format of the weights: `plain`, or the quantisation that the checkpoint names."""
+    """Format of the weights: `plain`, or the quantisation that the checkpoint names: `fp8-block` for 8-bit floats with a
+    scale for each block of them, in a tensor named as the weight with `_scale_inv` after it. Engines of another format
+    refuse it (FORMAT_MISMATCH).
+    """
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """The version being brought."""
