@@ -86,6 +86,10 @@ class EngineSettings:
     deltas: bool = False
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
+    apply: Literal["staged", "streaming"] = "staged"
+    """staged: the engine generates until a version is here, whole and checked. streaming: chunks are installed as they come
+    by shared memory or inline, so that no second copy of the weights is needed here; generation stands still for the
+    whole transfer, and a stream that fails leaves the engine shut until the next push."""
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""
@@ -103,6 +107,8 @@ class EngineSettings:
             raise ValueError(f"no transports: {sorted(unknown)}; there are {', '.join(TRANSPORTS)}")
         if "inline" not in self.transports:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
+        if self.apply not in ("staged", "streaming"):
+            raise ValueError(f"apply: {self.apply!r}; there are staged and streaming")
 
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
@@ -244,7 +250,8 @@ def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas)
+    streaming = settings.apply == "streaming"
+    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas, streaming=streaming)
 
 
 def _new_engine(settings: EngineSettings) -> Engine:

@@ -20,8 +20,9 @@ import xxhash
 
 from controlplane import failpoints
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
-from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
-from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
+from controlplane.core.engine_streaming import STREAMING
+from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest, UnsupportedByEngine
+from controlplane.core.layout import DType, Expected, Layout, TensorSpec, content_digest
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
@@ -30,7 +31,9 @@ from engine_agent.engine import (
     GenerationDelta,
     InstallReport,
     LiveRequests,
+    Placement,
     SegmentSpan,
+    StagedPart,
     StagedWeights,
 )
 
@@ -53,6 +56,7 @@ class MemorySettings:
     """How long a token takes; 0 yields to the loop only."""
     install_seconds: float = 0.0
     can_sleep: bool = True
+    can_stream: bool = True
     sleep_seconds: float = 0.0
     """How long sleeping takes, and waking."""
     kv_bytes: int = 1 << 20
@@ -66,6 +70,16 @@ class MemorySettings:
 class _Live:
     seen: int = 0
     spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class _Streaming:
+    """An install whose bytes come in parts."""
+
+    layout: Layout
+    label: str
+    began: float
+    fresh: dict[str, bytes] = field(default_factory=dict)
 
 
 class MemoryEngine:
@@ -87,6 +101,7 @@ class MemoryEngine:
         self._death = ""
         self.cleared = 0
         """How often its caches were cleared by a command."""
+        self._streaming: _Streaming | None = None
         self._live: dict[str, _Live] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -109,12 +124,15 @@ class MemoryEngine:
             max_logprobs=0,
             max_requests=self._settings.max_requests,
             expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
-            capabilities=frozenset(
-                {"staged", "rollback", SLEEP} if self._settings.can_sleep else {"staged", "rollback"}
-            ),
+            capabilities=self._capabilities,
             pids=(os.getpid(),),
             initial_digest=self._digest or None,
         )
+
+    @property
+    def _capabilities(self) -> frozenset[str]:
+        more = {SLEEP: self._settings.can_sleep, STREAMING: self._settings.can_stream}
+        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
@@ -174,24 +192,62 @@ class MemoryEngine:
         await asyncio.sleep(0)  # the consumer of a token made in the last step has it after one turn of the loop
         return LiveRequests({request_id: live.seen for request_id, live in self._live.items()})
 
-    async def install(self, staged: StagedWeights) -> InstallReport:
+    def _check_still(self, label: str) -> None:
         if self._running.is_set():
-            raise InstallFailed(self._engine_id, staged.label, False, "the engine was not quiesced")
+            raise InstallFailed(self._engine_id, label, False, "the engine was not quiesced")
         if "weights" not in self._resident:
-            raise InstallFailed(self._engine_id, staged.label, False, "the weights are not resident")
+            raise InstallFailed(self._engine_id, label, False, "the weights are not resident")
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        self._check_still(staged.label)
         began = time.monotonic()
         await asyncio.sleep(self._settings.install_seconds)
         fresh: dict[str, bytes] = {}
         for index, tensor in enumerate(staged.layout.tensors):
             try:
                 failpoints.hit("worker.install", index)
-                fresh[tensor.name] = _digest_of(staged, index)
+                fresh[tensor.name] = _digest_of(staged.chunks, staged.placements[index], tensor)
             except (failpoints.Injected, OSError) as error:
                 self._weights = hashlib.sha256(b"mixture").digest()
                 raise InstallFailed(self._engine_id, staged.label, True, str(error)) from error
         self._weights = weights_of(fresh)
         self._label = staged.label
         return InstallReport(len(fresh), time.monotonic() - began, 0.0)
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        if not self._settings.can_stream:
+            raise UnsupportedByEngine(engine_id=self._engine_id, what="streaming installs")
+        self._check_still(label)
+        self._streaming = _Streaming(layout, label, time.monotonic())
+
+    async def install_part(self, part: StagedPart) -> None:
+        streaming = self._under_way()
+        self._weights = hashlib.sha256(b"mixture").digest()
+        for tensor, place in zip(part.tensors, part.placements, strict=True):
+            spec = streaming.layout.tensors[tensor]
+            try:
+                failpoints.hit("worker.install", len(streaming.fresh))
+                streaming.fresh[spec.name] = _digest_of(part.chunks, place, spec)
+            except (failpoints.Injected, OSError) as error:
+                raise InstallFailed(self._engine_id, streaming.label, True, str(error)) from error
+
+    async def finish_streaming(self) -> InstallReport:
+        streaming = self._under_way()
+        await asyncio.sleep(self._settings.install_seconds)
+        missing = [t.name for t in streaming.layout.tensors if t.name not in streaming.fresh]
+        if missing:
+            raise InstallFailed(self._engine_id, streaming.label, True, f"{missing[0]} did not come")
+        self._weights, self._label, self._streaming = weights_of(streaming.fresh), streaming.label, None
+        return InstallReport(len(streaming.fresh), time.monotonic() - streaming.began, 0.0)
+
+    async def abandon_streaming(self) -> None:
+        self._streaming = None
+
+    def _under_way(self) -> _Streaming:
+        if self._streaming is None:
+            raise InstallFailed(self._engine_id, "", False, "no streaming install was begun")
+        self._check_still(self._streaming.label)
+        return self._streaming
 
     async def clear_caches(self) -> None:
         if self._running.is_set():
@@ -275,12 +331,11 @@ def score_of(weights: bytes, prompt: Sequence[int], position: int) -> float:
     return -float(int.from_bytes(h[:4], "big")) / 2**30
 
 
-def _digest_of(staged: StagedWeights, index: int) -> bytes:
+def _digest_of(chunks: Mapping[str, Sequence[SegmentSpan]], place: Placement, tensor: TensorSpec) -> bytes:
     """sha256 of a tensor's bytes as they lie in shared memory, for every device alike."""
-    place, size = staged.placements[index], staged.layout.tensors[index].byte_count
-    digests = {_read(chunks[place.chunk], place.offset, size) for chunks in staged.chunks.values()}
+    digests = {_read(spans[place.chunk], place.offset, tensor.byte_count) for spans in chunks.values()}
     if len(digests) != 1:
-        raise OSError(f"devices hold different bytes of {staged.layout.tensors[index].name}")
+        raise OSError(f"devices hold different bytes of {tensor.name}")
     return digests.pop()
 
 

@@ -156,7 +156,7 @@ class EngineCore:
             return effects
         error = e.EngineDied(engine_id=self.state.engine_id, cause=event.cause)
         installing = self.state.installing
-        self.progress(update, Stage.FAILED if installing else Stage.ABORTED, error)
+        self._progress(update, Stage.FAILED if installing else Stage.ABORTED, error)
         ended: list[Effect] = [InstallDecided(update.update_id, error)] if installing else []
         return [*effects, *ended, *([EndStream(update.stream, error)] if update.in_stream else [])]
 
@@ -180,11 +180,11 @@ class EngineCore:
             effects.append(self._remember())
         update = self._update
         if update is not None and update.in_stream:
-            fence = self.fence(update.writer_term, by_coordinator=update.by_coordinator)
+            fence = self._fence(update.writer_term, by_coordinator=update.by_coordinator)
             effects += [] if fence is None else self._abort(update, fence)
         return effects
 
-    def fence(self, writer_term: Term, *, by_coordinator: bool) -> e.StaleTerm | None:
+    def _fence(self, writer_term: Term, *, by_coordinator: bool) -> e.StaleTerm | None:
         """INV-7: a writer below the highest term that this agent ever saw; trainers and coordinators apart."""
         name, current = ("(coordinator)", self.coordinator_term) if by_coordinator else (self.state.model, self.term)
         return e.StaleTerm(model=name, got=writer_term, current=current) if writer_term < current else None
@@ -193,7 +193,7 @@ class EngineCore:
 
     def _opened(self, event: Opened) -> list[Effect]:
         self._check_identity(event)
-        fence = self.fence(event.writer_term, by_coordinator=event.by_coordinator)
+        fence = self._fence(event.writer_term, by_coordinator=event.by_coordinator)
         if fence is not None:
             raise fence
         if self._is_done_or_under_way(event):
@@ -223,7 +223,7 @@ class EngineCore:
             cause = "the same update was opened again" if same else f"version {update.version} comes instead"
             effects += self._abort(self._update, e.UpdateAborted(update_id=self._update.update_id, cause=cause))
         self._update = update
-        self.progress(update, Stage.RECEIVING)
+        self._progress(update, Stage.RECEIVING)
         return [*effects, Accept(event.stream, layout_needed=layout is None, attached=False), Report()]
 
     def _see_writer(self, event: Opened) -> list[Effect]:
@@ -308,7 +308,7 @@ class EngineCore:
             )
 
     def _layout_arrived(self, event: LayoutArrived) -> list[Effect]:
-        update = self.receiving(event.stream)
+        update = self._receiving(event.stream)
         if update.assembly is not None:
             raise e.FrameOutOfOrder(expected="a chunk", got="a layout")
         self._check_layout(update, event.layout)
@@ -327,7 +327,7 @@ class EngineCore:
         update.assembly = Assembly(layout, None if update.base is None else update.base.checksums)
 
     def _chunk_arrived(self, event: ChunkArrived) -> list[Effect]:
-        update = self.receiving(event.stream)
+        update = self._receiving(event.stream)
         self._check_frame_version(update, event.version)
         if update.assembly is None:
             raise e.FrameOutOfOrder(expected="the layout", got=f"chunk {event.index}")
@@ -336,23 +336,23 @@ class EngineCore:
         if self.state.progress is not None and self.state.progress.stage is Stage.READY:
             raise e.FrameOutOfOrder(expected="commit", got=f"chunk {event.index}")
         completed = update.assembly.add(event.index, event.records, event.buffer_bytes, last=event.last)
-        self.progress(update, Stage.RECEIVING)
+        self._progress(update, Stage.RECEIVING)
         return [Verify(event.stream, tuple(completed), update.assembly.complete)]
 
     def _bytes_verified(self, event: BytesVerified) -> list[Effect]:
-        update = self.receiving(event.stream)
+        update = self._receiving(event.stream)
         if update.assembly is None or not update.assembly.complete:
             raise e.FrameOutOfOrder(expected="every tensor", got="a part of them")
         update.verified = True
         update.content_digest = update.assembly.digest()
         if update.streaming:  # ready was before the first byte; what is missing is the commit frame
             return []
-        self.progress(update, Stage.READY)
+        self._progress(update, Stage.READY)
         return [SendReady(event.stream), Report()]
 
     def _commit_arrived(self, event: CommitArrived) -> list[Effect]:
         """INV-3: only this, and only if it states what really came."""
-        update = self.receiving(event.stream)
+        update = self._receiving(event.stream)
         self._check_frame_version(update, event.version)
         if update.assembly is None or not update.verified:
             raise e.FrameOutOfOrder(expected="all chunks", got="commit")
@@ -368,21 +368,21 @@ class EngineCore:
             raise e.VersionConflict(
                 version=str(update.version), expected=self._digest_of_highest.hex(), got=update.content_digest.hex()
             )
-        fence = self.fence(update.writer_term, by_coordinator=update.by_coordinator)
+        fence = self._fence(update.writer_term, by_coordinator=update.by_coordinator)
         if fence is not None:  # judged once more at the start of an install (INV-7)
             raise fence
         update.committed = True
         if update.streaming:
             return [FinishStreaming(event.stream, update)]
-        self.begin_install(update)
+        self._begin_install(update)
         return [Report(), StartInstall(event.stream, update)]
 
-    def begin_install(self, update: Update) -> None:
+    def _begin_install(self, update: Update) -> None:
         """From here on the gate is shut, and only the install's end opens it."""
         update.held_before = self.state.weights
         hold = Hold(HoldKind.UPDATING, update.update_id)
         self.state = replace(self.state, holds=self.state.holds | {hold})
-        self.progress(update, Stage.INSTALLING)
+        self._progress(update, Stage.INSTALLING)
 
     def _stream_ended(self, event: StreamEnded) -> list[Effect]:
         """INV-3: an end is never a commit. INV-4: before the first byte is installed it costs nothing."""
@@ -392,10 +392,10 @@ class EngineCore:
         if self.state.installing:
             return engine_streaming.cut(update, e.UpdateAborted(update_id=update.update_id, cause=event.cause))
         self._update = None
-        self.progress(update, Stage.ABORTED, reason=event.reason, message=event.cause)
+        self._progress(update, Stage.ABORTED, reason=event.reason, message=event.cause)
         return [DropStaged(event.stream), Report()]
 
-    def receiving(self, stream: int) -> Update:
+    def _receiving(self, stream: int) -> Update:
         update = self._update
         if update is None or update.stream != stream or not update.in_stream:
             progress = self.state.progress
@@ -411,7 +411,7 @@ class EngineCore:
         if self.state.installing:
             return [EndStream(update.stream, error), *engine_streaming.cut(update, error)]
         self._update = None
-        self.progress(update, Stage.ABORTED, error)
+        self._progress(update, Stage.ABORTED, error)
         return [EndStream(update.stream, error), DropStaged(update.stream), Report()]
 
     # ---- an install ----
@@ -431,14 +431,14 @@ class EngineCore:
             self._digest_of_highest = update.content_digest
         self.number = max(self.number, update.version.number)
         self._end_install(update, Held(update.version, update.content_digest))
-        self.progress(update, Stage.APPLIED, timings=event.timings)
+        self._progress(update, Stage.APPLIED, timings=event.timings)
         return [self._remember(), InstallDecided(update.update_id, None), Report()]
 
     def _install_ended(self, event: InstallEnded) -> list[Effect]:
         """INV-4: untouched leaves the old version in force; touched is poison. There is no third way."""
         update = self._installing()
         self._end_install(update, Poisoned(str(event.error)) if event.touched else update.held_before)
-        self.progress(update, Stage.FAILED if event.touched else Stage.ABORTED, event.error)
+        self._progress(update, Stage.FAILED if event.touched else Stage.ABORTED, event.error)
         return [InstallDecided(update.update_id, event.error), Report()]
 
     def _end_install(self, update: Update, weights: Weights) -> None:
@@ -553,7 +553,7 @@ class EngineCore:
         holds = self.state.holds | {poison} if isinstance(weights, Poisoned) else self.state.holds - {poison}
         self.state = replace(self.state, weights=weights, holds=holds)
 
-    def progress(
+    def _progress(
         self,
         update: Update,
         stage: Stage,

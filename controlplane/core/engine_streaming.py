@@ -46,10 +46,10 @@ def check_open(core: EngineCore, event: Opened) -> None:
 
 def admitted(core: EngineCore, event: StreamAdmitted) -> list[Effect]:
     """Ready: until the first chunk an end costs nothing."""
-    update = core.receiving(event.stream)
+    update = core._receiving(event.stream)
     if not update.streaming or update.assembly is None:
         raise e.FrameOutOfOrder(expected="the layout of a streaming update", got="its admission")
-    core.progress(update, Stage.READY)
+    core._progress(update, Stage.READY)
     return [SendReady(event.stream), Report()]
 
 
@@ -60,15 +60,15 @@ def chunk_arrived(core: EngineCore, update: Update, assembly: Assembly, event: C
         raise e.FrameOutOfOrder(expected="ready", got=f"chunk {event.index}")
     if update.verified:
         raise e.FrameOutOfOrder(expected="commit", got=f"chunk {event.index}")
-    fence = core.fence(update.writer_term, by_coordinator=update.by_coordinator)
+    fence = core._fence(update.writer_term, by_coordinator=update.by_coordinator)
     if fence is not None:
         raise fence
     completed = assembly.add(event.index, event.records, event.buffer_bytes, last=event.last)
     verify = Verify(event.stream, tuple(completed), assembly.complete)
     if not first:
-        core.progress(update, Stage.INSTALLING)
+        core._progress(update, Stage.INSTALLING)
         return [verify]
-    core.begin_install(update)
+    core._begin_install(update)
     return [Report(), StartStreaming(event.stream, update), verify]
 
 

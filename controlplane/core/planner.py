@@ -19,7 +19,17 @@ from heapq import heapreplace
 from controlplane.core.engine_state import Held
 from controlplane.core.errors import EngineMisfit
 from controlplane.core.names import natural_key
-from controlplane.core.plan import HOST_MEMORY, Assignment, EnginePlace, LinkFate, Plan, RankPlace, Transport
+from controlplane.core.plan import (
+    HOST_MEMORY,
+    PART_TRANSPORTS,
+    Apply,
+    Assignment,
+    EnginePlace,
+    LinkFate,
+    Plan,
+    RankPlace,
+    Transport,
+)
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 
 Way = tuple[EngineId, Incarnation, Transport]
@@ -86,6 +96,7 @@ def make_plan(
     made = []
     for engine, senders, colocated in _with_senders(ordered, ranks):
         transport, reason = _transport(engine, senders, ways, colocated=colocated)
+        apply, why = _apply(engine, transport)
         made.append(
             Assignment(
                 engine=engine,
@@ -93,7 +104,8 @@ def make_plan(
                 device_uuids=tuple(r.device_uuid for r in senders) if colocated else _NAMELESS,
                 transport=transport,
                 required=engine.engine_id in required,
-                reason=reason,
+                reason=f"{reason}; {why}" if why else reason,
+                apply=apply,
             )
         )
     linked = [_linked(a, ways.fate) for a in made]
@@ -215,6 +227,15 @@ def _worth_saying(transport: Transport, engine: EnginePlace, ways: Ways) -> bool
     return transport is not Transport.CUDA_IPC or transport in engine.transports | ways.sends
 
 
+def _apply(engine: EnginePlace, transport: Transport) -> tuple[Apply, str]:
+    """Nobody asks why an engine is not streamed to that does not ask for it."""
+    if not engine.streaming:
+        return Apply.STAGED, ""
+    if transport not in PART_TRANSPORTS:
+        return Apply.STAGED, f"not streaming, which the engine asks for: {transport.value} brings whole versions"
+    return Apply.STREAMING, "streaming, as the engine asks: installed as it comes"
+
+
 # ---- links and bases ----------------------------------------------------------------------------
 
 
@@ -233,4 +254,9 @@ def _with_bases(assignments: Sequence[Assignment], ways: Ways) -> Iterator[Assig
 
 
 def _holds_base(a: Assignment, ways: Ways) -> bool:
-    return a.transport in _CAN_BE_DELTAS and len(a.ranks) == 1 and a.engine.engine_id in ways.holders
+    return (
+        a.apply is Apply.STAGED
+        and a.transport in _CAN_BE_DELTAS
+        and len(a.ranks) == 1
+        and a.engine.engine_id in ways.holders
+    )
