@@ -87,9 +87,9 @@ class EngineSettings:
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
     apply: Literal["staged", "streaming"] = "staged"
-    """staged: the engine generates until a version is here, whole and checked. streaming: chunks are installed as they come
-    by shared memory or inline, so that no second copy of the weights is needed here; generation stands still for the
-    whole transfer, and a stream that fails leaves the engine shut until the next push."""
+    """staged: the engine generates until a version is here, whole and checked. streaming: what comes by shared memory
+    or inline is installed chunk by chunk, and needs no second copy of the weights here; generation stands still for
+    the whole transfer, and a stream that fails leaves the engine shut until the next push."""
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""

@@ -1,10 +1,10 @@
 """A streaming update at the engine: installed chunk by chunk, as it comes.
 
-Opened → (LayoutArrived) → StreamAdmitted → go → ChunkArrived → Quiesced → ChunkArrived* → BytesVerified → CommitArrived →
-CanaryPassed. Ready is said before the first byte, and the first chunk is the start of the install. So whatever ends the
-stream before its commit frame, also a writer of a higher term (INV-7), ends an install that may have touched weights:
-poison, unless nothing was touched yet (INV-4). The commit frame is compared before the install is brought to its end
-(INV-3).
+Opened → (LayoutArrived) → StreamAdmitted → go → ChunkArrived → Quiesced → ChunkArrived* → BytesVerified →
+CommitArrived → CanaryPassed. Ready is said before the first byte, and the first chunk is the start of the install. So
+whatever ends the stream before its commit frame, also a writer of a higher term (INV-7), ends an install that may have
+touched weights: poison, unless nothing was touched yet (INV-4). The commit frame is compared before the install is
+brought to its end (INV-3).
 """
 
 from __future__ import annotations

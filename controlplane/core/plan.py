@@ -50,7 +50,8 @@ class Apply(Enum):
 
 
 PART_TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE)
-"""By which a streaming engine gets bytes as it goes on; over a link all engines go at one pace, and wait for each other."""
+"""By which bytes can be streamed. Over a link all engines go at one pace: one that waits for go would hold up those
+that say ready when all bytes are in."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,6 +130,11 @@ class EngineStream:
         return broadcast and not (self.isolated or self._received or self._abort.is_set())
 
     @property
+    def fed(self) -> bool:
+        """Its leader announced everything: the stream needs no rank any more."""
+        return self._chunks.end is not None
+
+    @property
     def delta(self) -> bool:
         """It brings what changed only."""
         return bool(self._chunks.delta)
