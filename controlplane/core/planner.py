@@ -37,6 +37,7 @@ Way = tuple[EngineId, Incarnation, Transport]
 
 _NAMELESS = (DeviceUuid(""),)
 _CAN_BE_DELTAS = (Transport.INLINE, Transport.BROADCAST)
+_IN_PIECES = (Transport.INLINE, Transport.BROADCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,6 @@ def make_plan(
     made = []
     for engine, senders, colocated in _with_senders(ordered, ranks):
         transport, reason = _transport(engine, senders, ways, colocated=colocated)
-        apply, why = _apply(engine, transport)
         made.append(
             Assignment(
                 engine=engine,
@@ -104,11 +104,10 @@ def make_plan(
                 device_uuids=tuple(r.device_uuid for r in senders) if colocated else _NAMELESS,
                 transport=transport,
                 required=engine.engine_id in required,
-                reason=f"{reason}; {why}" if why else reason,
-                apply=apply,
+                reason=reason,
             )
         )
-    linked = [_linked(a, ways.fate) for a in made]
+    linked = [_linked(a, ways.fate) for a in _with_applies(made)]
     return Plan(revision, tuple(_with_bases(linked, ways)))
 
 
@@ -227,13 +226,31 @@ def _worth_saying(transport: Transport, engine: EnginePlace, ways: Ways) -> bool
     return transport is not Transport.CUDA_IPC or transport in engine.transports | ways.sends
 
 
-def _apply(engine: EnginePlace, transport: Transport) -> tuple[Apply, str]:
-    """Nobody asks why an engine is not streamed to that does not ask for it."""
-    if not engine.streaming:
-        return Apply.STAGED, ""
-    if transport not in PART_TRANSPORTS:
-        return Apply.STAGED, f"not streaming, which the engine asks for: {transport.value} brings whole versions"
-    return Apply.STREAMING, "streaming, as the engine asks: installed as it comes"
+def _with_applies(assignments: Sequence[Assignment]) -> Iterator[Assignment]:
+    """Nobody asks why an engine is not streamed to that does not ask for it.
+
+    A leader that sends in pieces keeps two chunks, and goes on when all whom it feeds so have had them. Streaming
+    engines take the first one after go, and go waits until staged ones have the last: such a leader feeds one kind.
+    """
+    staged = {a.leader for a in assignments if a.transport in _IN_PIECES and not _can_stream(a)}
+    for a in assignments:
+        if not a.engine.streaming:
+            yield a
+        elif not _can_stream(a):
+            yield _why_staged(a, f"{a.transport.value} brings whole versions")
+        elif a.transport in _IN_PIECES and a.leader in staged:
+            yield _why_staged(a, f"rank {a.leader} sends in pieces to an engine that takes whole versions, too")
+        else:
+            reason = f"{a.reason}; streaming, as the engine asks: installed as it comes"
+            yield replace(a, apply=Apply.STREAMING, reason=reason)
+
+
+def _can_stream(a: Assignment) -> bool:
+    return a.engine.streaming and a.transport in PART_TRANSPORTS
+
+
+def _why_staged(a: Assignment, why: str) -> Assignment:
+    return replace(a, reason=f"{a.reason}; not streaming, which the engine asks for: {why}")
 
 
 # ---- links and bases ----------------------------------------------------------------------------
