@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import Timings
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut, WeightplaneError
 from engine_agent.engine import InstallReport, StagedPart
-from engine_agent.installing import Applied
+from engine_agent.installing import Install
 
 if TYPE_CHECKING:
     from engine_agent.life import EngineLife
@@ -26,15 +26,14 @@ if TYPE_CHECKING:
 _Part = tuple[StagedPart, asyncio.Future[None]]
 
 
-class StreamingInstall:
+class StreamingInstall(Install):
     """One streaming install in one life. `run` once, as a task of the life's; the others are its stream's."""
 
     def __init__(self, life: EngineLife, receiver: Receiver, update: events.Update) -> None:
-        self._life = life
-        self._receiver = receiver
-        self._update = update
+        super().__init__(life, receiver, update)
         self._waiting: asyncio.Queue[_Part | None] = asyncio.Queue(1)
         """None: the commit frame was taken, no part follows."""
+        self._first: _Part | None = None
         self._over: asyncio.Future[WeightplaneError] = asyncio.get_running_loop().create_future()
 
     # ---- the stream's side ----
@@ -63,7 +62,8 @@ class StreamingInstall:
     async def run(self) -> None:
         """Raises as `Install.run` does, and what it was cut with. The life's lock is held meanwhile."""
         try:
-            await self._run()
+            self._first = await self._next()
+            await super().run()
         except WeightplaneError as error:
             self.cut(error)
             if not isinstance(error, (EngineDied, InstallTimedOut)):  # those rebuild the engine
@@ -72,45 +72,32 @@ class StreamingInstall:
         finally:
             self.cut(EngineDied(engine_id=self._life.core.state.engine_id, cause="its life ended"))
 
-    async def _run(self) -> None:
-        failpoints.hit("engine.before_install")
-        first = await self._next()
-        quiesce = await self._stand_still()
-        began = time.monotonic()
-        report = await self._put_in(first)
-        seconds = time.monotonic() - began - report.cache_seconds
-        began = time.monotonic()
-        canary = await self._life.engine.canary()
-        failpoints.hit("engine.after_install")
-        timings = Timings(quiesce, seconds, report.cache_seconds, time.monotonic() - began)
-        update = self._update
-        changed = self._life.note_checksums(update)
-        self._life.applied(update, self._receiver, Applied(report, changed, canary, timings, update.content_digest))
-
     async def _stand_still(self) -> float:
-        """Seconds until no forward pass ran and every token was with its consumer (INV-11)."""
-        began = time.monotonic()
-        await self._life.stop_scheduler()
-        await self._life.engine.quiesce()
+        seconds = await super()._stand_still()
         if self._over.done():  # the stream ended meanwhile, and nothing was touched
             raise self._over.result()
-        return time.monotonic() - began
+        return seconds
 
-    async def _put_in(self, first: _Part | None) -> InstallReport:
+    async def _put_in(self) -> InstallReport:
+        """The engine stands still for all of it, the waiting for bytes too."""
         assert self._update.assembly is not None, "chunks came"
-        engine = self._life.engine
+        began = time.monotonic()
         self._life.apply(events.Quiesced())  # INV-1: unset from here on
         failpoints.hit("engine.mid_install")
-        await engine.begin_streaming(self._update.assembly.layout, self._update.version.label)
-        part = first
+        await self._life.engine.begin_streaming(self._update.assembly.layout, self._update.version.label)
         try:
-            while part is not None:
-                await engine.install_part(part[0])
-                part[1].set_result(None)
-                part = await self._next()
-            return await engine.finish_streaming()
+            report = await self._put_in_parts()
         except InstallFailed as error:  # an earlier part may be in, whatever became of the last one
             raise InstallFailed(error.engine_id, error.version, True, error.cause) from error
+        return replace(report, load_seconds=time.monotonic() - began - report.cache_seconds)
+
+    async def _put_in_parts(self) -> InstallReport:
+        part = self._first
+        while part is not None:
+            await self._life.engine.install_part(part[0])
+            part[1].set_result(None)
+            part = await self._next()
+        return await self._life.engine.finish_streaming()
 
     async def _next(self) -> _Part | None:
         """The next part; None after the commit frame. Raises what cut the install."""

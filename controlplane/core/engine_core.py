@@ -26,6 +26,7 @@ from controlplane.core.engine_events import (
     ChunkArrived,
     CommitArrived,
     Died,
+    Doubted,
     DropStaged,
     Effect,
     EndStream,
@@ -67,7 +68,6 @@ from controlplane.core.engine_state import (
     Refusal,
     Residency,
     Stage,
-    Timings,
     Unset,
     Weights,
 )
@@ -213,6 +213,8 @@ class EngineCore:
             by_coordinator=event.by_coordinator,
             base=None if event.base is None else event.kept,
             streaming=event.streaming,
+            reference=event.reference,
+            pause=event.pause,
         )
         layout = self._layouts.get(event.layout_digest)
         if layout is not None:
@@ -431,7 +433,8 @@ class EngineCore:
             self._digest_of_highest = update.content_digest
         self.number = max(self.number, update.version.number)
         self._end_install(update, Held(update.version, update.content_digest))
-        self._progress(update, Stage.APPLIED, timings=event.timings)
+        self.state = replace(self.state, canary=event.canary)
+        self._progress(update, Stage.APPLIED, applied=event)
         return [self._remember(), InstallDecided(update.update_id, None), Report()]
 
     def _install_ended(self, event: InstallEnded) -> list[Effect]:
@@ -456,6 +459,13 @@ class EngineCore:
         if self._update is not None:  # an install that touches nothing must not bring the old claim back
             self._update.held_before = self.state.weights
         return [Report()]
+
+    def _doubted(self, event: Doubted) -> list[Effect]:
+        """INV-4: equal engines say something else of the same bytes: what this one holds is not that version. Void for
+        what it does not hold any more."""
+        if self.state.applied != event.version:
+            return []
+        return self._spans_disagreed(SpansDisagreed(event.cause))
 
     # ---- holds and counts ----
 
@@ -551,7 +561,8 @@ class EngineCore:
         """Poison comes with its hold, and goes with it."""
         poison = Hold(HoldKind.POISONED, self.state.engine_id)
         holds = self.state.holds | {poison} if isinstance(weights, Poisoned) else self.state.holds - {poison}
-        self.state = replace(self.state, weights=weights, holds=holds)
+        canary = self.state.canary if weights == self.state.weights else None
+        self.state = replace(self.state, weights=weights, holds=holds, canary=canary)
 
     def _progress(
         self,
@@ -561,7 +572,7 @@ class EngineCore:
         *,
         reason: str = "",
         message: str = "",
-        timings: Timings | None = None,
+        applied: CanaryPassed | None = None,
     ) -> None:
         self.state = replace(
             self.state,
@@ -572,7 +583,9 @@ class EngineCore:
                 bytes_received=update.assembly.byte_count if update.assembly else 0,
                 error_reason=error.reason if error else reason,
                 error_message=str(error) if error else message,
-                timings=timings,
+                timings=None if applied is None else applied.timings,
+                changed_tensors=None if applied is None else applied.changed_tensors,
+                tensor_count=len(update.assembly.layout.tensors) if applied is not None and update.assembly else 0,
             ),
         )
 
@@ -600,6 +613,7 @@ _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     CanaryPassed: EngineCore._canary_passed,
     InstallEnded: EngineCore._install_ended,
     SpansDisagreed: EngineCore._spans_disagreed,
+    Doubted: EngineCore._doubted,
     HoldChanged: EngineCore._hold_changed,
     SleepRequested: EngineCore._sleep_requested,
     WakeRequested: EngineCore._wake_requested,

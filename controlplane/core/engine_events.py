@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
+from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
+from controlplane.core.pauses import PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
 # ---- events -------------------------------------------------------------------------------------
@@ -42,6 +44,14 @@ class FleetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubted:
+    """The coordinator says that equal engines, which hold the same bytes, contradict this one's canary."""
+
+    version: WeightVersion
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The first frame of a stream; see UpdateOpen."""
 
@@ -65,6 +75,10 @@ class Opened:
     """What the agent could apply a delta to."""
     streaming: bool = False
     """Its chunks are installed as they come; the first of them is the start of the install."""
+    reference: CanaryReference | None = None
+    """What the trainer says of the same weights."""
+    pause: PausePolicy | None = None
+    """What becomes of the requests in the engine; None: by the engine's own setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +140,10 @@ class CanaryPassed:
     """The last step of an install: the engine holds the version."""
 
     timings: Timings
+    canary: Canary | None = None
+    """What it said of it."""
+    changed_tensors: int | None = None
+    """Tensors whose bytes differ from what was held last; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +205,7 @@ Event = (
     Started
     | Died
     | FleetChanged
+    | Doubted
     | Opened
     | LayoutArrived
     | StreamAdmitted
@@ -347,6 +366,9 @@ class Update:
     assembly: Assembly | None = None
     verified: bool = False
     content_digest: bytes = b""
+    reference: CanaryReference | None = None
+    """What the canary must say too."""
+    pause: PausePolicy | None = None
     held_before: Weights = field(default_factory=Unset)
     quiesced: bool = False
     """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""

@@ -24,12 +24,13 @@ _sym_db = _symbol_database.Default()
 
 from weightplane.v1 import fleet_pb2 as weightplane_dot_v1_dot_fleet__pb2
 from weightplane.v1 import layout_pb2 as weightplane_dot_v1_dot_layout__pb2
+from weightplane.v1 import pause_pb2 as weightplane_dot_v1_dot_pause__pb2
 from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 from weightplane.v1 import weight_update_pb2 as weightplane_dot_v1_dot_weight__update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweightplane/local/v1/rank.proto\x12\x14weightplane.local.v1\x1a\x1aweightplane/v1/fleet.proto\x1a\x1bweightplane/v1/layout.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\xb8\x04\n\x0bRankRequest\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.weightplane.local.v1.JoinH\x00\x12>\n\x0blayout_part\x18\x02 \x01(\x0b\x32\'.weightplane.local.v1.LayoutPartMessageH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.weightplane.local.v1.ProgressH\x00\x12\x35\n\npush_begin\x18\x04 \x01(\x0b\x32\x1f.weightplane.local.v1.PushBeginH\x00\x12\x35\n\nsend_chunk\x18\x05 \x01(\x0b\x32\x1f.weightplane.local.v1.SendChunkH\x00\x12\x31\n\x08push_end\x18\x06 \x01(\x0b\x32\x1d.weightplane.local.v1.PushEndH\x00\x12\x37\n\x0bpush_failed\x18\x07 \x01(\x0b\x32 .weightplane.local.v1.PushFailedH\x00\x12,\n\x05leave\x18\x08 \x01(\x0b\x32\x1b.weightplane.local.v1.LeaveH\x00\x12\x33\n\tlink_made\x18\t \x01(\x0b\x32\x1e.weightplane.local.v1.LinkMadeH\x00\x12\x39\n\x0c\x64\x65lta_chosen\x18\n \x01(\x0b\x32!.weightplane.local.v1.DeltaChosenH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xf3\x01\n\x04Join\x12\x19\n\x04rank\x18\x01 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x08\x01H\x00\x88\x01\x01\x12\x1c\n\nworld_size\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x15\n\x05model\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x17\n\x07host_id\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1b\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x1f\n\rlayout_digest\x18\x08 \x01(\x0c\x42\x08\x8a\xe8\x18\x04  ( \x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x42\x07\n\x05_rank\"\x91\x01\n\x11LayoutPartMessage\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.weightplane.v1.TensorSpec\x12!\n\x04ties\x18\x04 \x03(\x0b\x32\x13.weightplane.v1.Tie\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"\'\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\"\x9e\x01\n\tPushBegin\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\x12\"\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x14.weightplane.v1.Base\x12\r\n\x05\x63heck\x18\x06 \x01(\x08\x12\x13\n\x0bkeeps_whole\x18\x07 \x01(\x08\"\x8c\x01\n\tSendChunk\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05index\x18\x02 \x01(\x03\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.weightplane.v1.TensorRecord\x12-\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x1c.weightplane.v1.BufferHandle\"^\n\x07PushEnd\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\x0c\"Q\n\x08LinkMade\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x12\n\nengine_ids\x18\x04 \x03(\t\"0\n\x0b\x44\x65ltaChosen\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\"\xb4\x01\n\nPushFailed\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x03 \x03(\x0b\x32\x33.weightplane.local.v1.PushFailed.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x07\n\x05Leave\"\xee\x02\n\x0cRankResponse\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.weightplane.local.v1.JoinedH\x00\x12\x33\n\tpush_plan\x18\x02 \x01(\x0b\x32\x1e.weightplane.local.v1.PushPlanH\x00\x12\x37\n\x0bpush_result\x18\x03 \x01(\x0b\x32 .weightplane.local.v1.PushResultH\x00\x12\x33\n\x05\x65rror\x18\x04 \x01(\x0b\x32\".weightplane.local.v1.SessionErrorH\x00\x12=\n\x0e\x63hunk_released\x18\x05 \x01(\x0b\x32#.weightplane.local.v1.ChunkReleasedH\x00\x12\x39\n\x0cpush_serving\x18\x06 \x01(\x0b\x32!.weightplane.local.v1.PushServingH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"0\n\rChunkReleased\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"\xe4\x01\n\x0bPushServing\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nengine_ids\x18\x02 \x03(\t\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12L\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x34.weightplane.local.v1.PushServing.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"&\n\x06Joined\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\xaa\x02\n\x08PushPlan\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x15\n\rplan_revision\x18\x04 \x01(\x03\x12/\n\x0b\x61ssignments\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.Assignment\x12\x30\n\x0cshared_slots\x18\x06 \x03(\x0b\x32\x1a.weightplane.local.v1.Slot\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\x12\x10\n\x08sequence\x18\x08 \x01(\x03\x12\x12\n\nkeep_whole\x18\t \x01(\x08\x12\x11\n\tlink_host\x18\n \x01(\t\"(\n\x04Slot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"\xb2\x02\n\nPushResult\x12*\n\x05state\x18\x01 \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x17\n\x0fmemory_released\x18\x02 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x33.weightplane.local.v1.PushResult.ErrorMetadataEntry\x12\r\n\x05retry\x18\x06 \x01(\x08\x12\x10\n\x08sequence\x18\x07 \x01(\x03\x12\x0e\n\x06stacks\x18\x08 \x01(\t\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb4\x01\n\x0cSessionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x42\n\x08metadata\x18\x04 \x03(\x0b\x32\x30.weightplane.local.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweightplane/local/v1/rank.proto\x12\x14weightplane.local.v1\x1a\x1aweightplane/v1/fleet.proto\x1a\x1bweightplane/v1/layout.proto\x1a\x1aweightplane/v1/pause.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\xb8\x04\n\x0bRankRequest\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.weightplane.local.v1.JoinH\x00\x12>\n\x0blayout_part\x18\x02 \x01(\x0b\x32\'.weightplane.local.v1.LayoutPartMessageH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.weightplane.local.v1.ProgressH\x00\x12\x35\n\npush_begin\x18\x04 \x01(\x0b\x32\x1f.weightplane.local.v1.PushBeginH\x00\x12\x35\n\nsend_chunk\x18\x05 \x01(\x0b\x32\x1f.weightplane.local.v1.SendChunkH\x00\x12\x31\n\x08push_end\x18\x06 \x01(\x0b\x32\x1d.weightplane.local.v1.PushEndH\x00\x12\x37\n\x0bpush_failed\x18\x07 \x01(\x0b\x32 .weightplane.local.v1.PushFailedH\x00\x12,\n\x05leave\x18\x08 \x01(\x0b\x32\x1b.weightplane.local.v1.LeaveH\x00\x12\x33\n\tlink_made\x18\t \x01(\x0b\x32\x1e.weightplane.local.v1.LinkMadeH\x00\x12\x39\n\x0c\x64\x65lta_chosen\x18\n \x01(\x0b\x32!.weightplane.local.v1.DeltaChosenH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xf3\x01\n\x04Join\x12\x19\n\x04rank\x18\x01 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x08\x01H\x00\x88\x01\x01\x12\x1c\n\nworld_size\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x15\n\x05model\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x17\n\x07host_id\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1b\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x1f\n\rlayout_digest\x18\x08 \x01(\x0c\x42\x08\x8a\xe8\x18\x04  ( \x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x42\x07\n\x05_rank\"\x91\x01\n\x11LayoutPartMessage\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.weightplane.v1.TensorSpec\x12!\n\x04ties\x18\x04 \x03(\x0b\x32\x13.weightplane.v1.Tie\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"\'\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\"\xfe\x01\n\tPushBegin\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\x12\"\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x14.weightplane.v1.Base\x12\r\n\x05\x63heck\x18\x06 \x01(\x08\x12\x13\n\x0bkeeps_whole\x18\x07 \x01(\x08\x12\x32\n\treference\x18\x08 \x01(\x0b\x32\x1f.weightplane.v1.CanaryReference\x12*\n\x05pause\x18\t \x01(\x0b\x32\x1b.weightplane.v1.PausePolicy\"\x8c\x01\n\tSendChunk\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05index\x18\x02 \x01(\x03\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.weightplane.v1.TensorRecord\x12-\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x1c.weightplane.v1.BufferHandle\"^\n\x07PushEnd\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\x0c\"Q\n\x08LinkMade\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x12\n\nengine_ids\x18\x04 \x03(\t\"0\n\x0b\x44\x65ltaChosen\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\"\xb4\x01\n\nPushFailed\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x03 \x03(\x0b\x32\x33.weightplane.local.v1.PushFailed.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x07\n\x05Leave\"\xee\x02\n\x0cRankResponse\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.weightplane.local.v1.JoinedH\x00\x12\x33\n\tpush_plan\x18\x02 \x01(\x0b\x32\x1e.weightplane.local.v1.PushPlanH\x00\x12\x37\n\x0bpush_result\x18\x03 \x01(\x0b\x32 .weightplane.local.v1.PushResultH\x00\x12\x33\n\x05\x65rror\x18\x04 \x01(\x0b\x32\".weightplane.local.v1.SessionErrorH\x00\x12=\n\x0e\x63hunk_released\x18\x05 \x01(\x0b\x32#.weightplane.local.v1.ChunkReleasedH\x00\x12\x39\n\x0cpush_serving\x18\x06 \x01(\x0b\x32!.weightplane.local.v1.PushServingH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"0\n\rChunkReleased\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"\xe4\x01\n\x0bPushServing\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nengine_ids\x18\x02 \x03(\t\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12L\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x34.weightplane.local.v1.PushServing.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"&\n\x06Joined\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0e\n\x06run_id\x18\x02 \x01(\t\"\xaa\x02\n\x08PushPlan\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x15\n\rplan_revision\x18\x04 \x01(\x03\x12/\n\x0b\x61ssignments\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.Assignment\x12\x30\n\x0cshared_slots\x18\x06 \x03(\x0b\x32\x1a.weightplane.local.v1.Slot\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\x12\x10\n\x08sequence\x18\x08 \x01(\x03\x12\x12\n\nkeep_whole\x18\t \x01(\x08\x12\x11\n\tlink_host\x18\n \x01(\t\"(\n\x04Slot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"\xb2\x02\n\nPushResult\x12*\n\x05state\x18\x01 \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x17\n\x0fmemory_released\x18\x02 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x33.weightplane.local.v1.PushResult.ErrorMetadataEntry\x12\r\n\x05retry\x18\x06 \x01(\x08\x12\x10\n\x08sequence\x18\x07 \x01(\x03\x12\x0e\n\x06stacks\x18\x08 \x01(\t\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb4\x01\n\x0cSessionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x42\n\x08metadata\x18\x04 \x03(\x0b\x32\x30.weightplane.local.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,50 +61,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONERROR_METADATAENTRY']._loaded_options = None
   _globals['_SESSIONERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_RANKREQUEST']._serialized_start=209
-  _globals['_RANKREQUEST']._serialized_end=777
-  _globals['_JOIN']._serialized_start=780
-  _globals['_JOIN']._serialized_end=1023
-  _globals['_LAYOUTPARTMESSAGE']._serialized_start=1026
-  _globals['_LAYOUTPARTMESSAGE']._serialized_end=1171
-  _globals['_PROGRESS']._serialized_start=1173
-  _globals['_PROGRESS']._serialized_end=1212
-  _globals['_PUSHBEGIN']._serialized_start=1215
-  _globals['_PUSHBEGIN']._serialized_end=1373
-  _globals['_SENDCHUNK']._serialized_start=1376
-  _globals['_SENDCHUNK']._serialized_end=1516
-  _globals['_PUSHEND']._serialized_start=1518
-  _globals['_PUSHEND']._serialized_end=1612
-  _globals['_LINKMADE']._serialized_start=1614
-  _globals['_LINKMADE']._serialized_end=1695
-  _globals['_DELTACHOSEN']._serialized_start=1697
-  _globals['_DELTACHOSEN']._serialized_end=1745
-  _globals['_PUSHFAILED']._serialized_start=1748
-  _globals['_PUSHFAILED']._serialized_end=1928
-  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_start=1876
-  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_end=1928
-  _globals['_LEAVE']._serialized_start=1930
-  _globals['_LEAVE']._serialized_end=1937
-  _globals['_RANKRESPONSE']._serialized_start=1940
-  _globals['_RANKRESPONSE']._serialized_end=2306
-  _globals['_CHUNKRELEASED']._serialized_start=2308
-  _globals['_CHUNKRELEASED']._serialized_end=2356
-  _globals['_PUSHSERVING']._serialized_start=2359
-  _globals['_PUSHSERVING']._serialized_end=2587
-  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_start=1876
-  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_end=1928
-  _globals['_JOINED']._serialized_start=2589
-  _globals['_JOINED']._serialized_end=2627
-  _globals['_PUSHPLAN']._serialized_start=2630
-  _globals['_PUSHPLAN']._serialized_end=2928
-  _globals['_SLOT']._serialized_start=2930
-  _globals['_SLOT']._serialized_end=2970
-  _globals['_PUSHRESULT']._serialized_start=2973
-  _globals['_PUSHRESULT']._serialized_end=3279
-  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_start=1876
-  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_end=1928
-  _globals['_SESSIONERROR']._serialized_start=3282
-  _globals['_SESSIONERROR']._serialized_end=3462
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=3415
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=3462
+  _globals['_RANKREQUEST']._serialized_start=237
+  _globals['_RANKREQUEST']._serialized_end=805
+  _globals['_JOIN']._serialized_start=808
+  _globals['_JOIN']._serialized_end=1051
+  _globals['_LAYOUTPARTMESSAGE']._serialized_start=1054
+  _globals['_LAYOUTPARTMESSAGE']._serialized_end=1199
+  _globals['_PROGRESS']._serialized_start=1201
+  _globals['_PROGRESS']._serialized_end=1240
+  _globals['_PUSHBEGIN']._serialized_start=1243
+  _globals['_PUSHBEGIN']._serialized_end=1497
+  _globals['_SENDCHUNK']._serialized_start=1500
+  _globals['_SENDCHUNK']._serialized_end=1640
+  _globals['_PUSHEND']._serialized_start=1642
+  _globals['_PUSHEND']._serialized_end=1736
+  _globals['_LINKMADE']._serialized_start=1738
+  _globals['_LINKMADE']._serialized_end=1819
+  _globals['_DELTACHOSEN']._serialized_start=1821
+  _globals['_DELTACHOSEN']._serialized_end=1869
+  _globals['_PUSHFAILED']._serialized_start=1872
+  _globals['_PUSHFAILED']._serialized_end=2052
+  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_start=2000
+  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_end=2052
+  _globals['_LEAVE']._serialized_start=2054
+  _globals['_LEAVE']._serialized_end=2061
+  _globals['_RANKRESPONSE']._serialized_start=2064
+  _globals['_RANKRESPONSE']._serialized_end=2430
+  _globals['_CHUNKRELEASED']._serialized_start=2432
+  _globals['_CHUNKRELEASED']._serialized_end=2480
+  _globals['_PUSHSERVING']._serialized_start=2483
+  _globals['_PUSHSERVING']._serialized_end=2711
+  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_start=2000
+  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_end=2052
+  _globals['_JOINED']._serialized_start=2713
+  _globals['_JOINED']._serialized_end=2751
+  _globals['_PUSHPLAN']._serialized_start=2754
+  _globals['_PUSHPLAN']._serialized_end=3052
+  _globals['_SLOT']._serialized_start=3054
+  _globals['_SLOT']._serialized_end=3094
+  _globals['_PUSHRESULT']._serialized_start=3097
+  _globals['_PUSHRESULT']._serialized_end=3403
+  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_start=2000
+  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_end=2052
+  _globals['_SESSIONERROR']._serialized_start=3406
+  _globals['_SESSIONERROR']._serialized_end=3586
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=3539
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=3586
 # @@protoc_insertion_point(module_scope)
