@@ -94,6 +94,10 @@ class EngineSettings:
     deltas: bool = False
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
+    apply: Literal["staged", "streaming"] = "staged"
+    """staged: the engine generates until a version is here, whole and checked. streaming: what comes by shared memory
+    or inline is installed chunk by chunk, and needs no second copy of the weights here; generation stands still for
+    the whole transfer, and a stream that fails leaves the engine shut until the next push."""
     pause: PausePolicy = KEEP
     """What becomes of the requests in the engine at an install, unless the trainer says it: `mode` keep, abort or wait;
     with wait `wait_seconds` and a `fallback`."""
@@ -116,6 +120,8 @@ class EngineSettings:
             raise ValueError(f"no transports: {sorted(unknown)}; there are {', '.join(TRANSPORTS)}")
         if "inline" not in self.transports:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
+        if self.apply not in ("staged", "streaming"):
+            raise ValueError(f"apply: {self.apply!r}; there are staged and streaming")
 
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
@@ -286,8 +292,8 @@ def _new_life(settings: EngineSettings, memory: Memory, members: Members | None 
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    engine = _new_engine(settings, members)
-    return EngineLife(state, engine, memory, deltas=settings.deltas, pause=settings.pause)
+    engine, streaming = _new_engine(settings, members), settings.apply == "streaming"
+    return EngineLife(state, engine, memory, deltas=settings.deltas, streaming=streaming, pause=settings.pause)
 
 
 def _new_engine(settings: EngineSettings, members: Members | None) -> Engine:

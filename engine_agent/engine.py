@@ -40,7 +40,7 @@ class EngineFacts:
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
-    """Of `staged`, `rollback`, `sleep`, `prefix_cache`, `draft`. Deltas are the agent's affair."""
+    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `draft`. Deltas are the agent's affair."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
     initial_digest: bytes | None = None
@@ -77,6 +77,17 @@ class StagedWeights:
     """The version's decimal number: the label under which the engine stamps tokens."""
     chunks: Mapping[str, Sequence[SegmentSpan]]
     placements: Sequence[Placement]
+
+
+@dataclass(frozen=True)
+class StagedPart:
+    """Whole tensors of a streaming install, checked and waiting in shared memory. `chunks` as in StagedWeights."""
+
+    chunks: Mapping[str, Sequence[SegmentSpan]]
+    tensors: Sequence[int]
+    """Indexes into the layout."""
+    placements: Sequence[Placement]
+    """One for each of `tensors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +157,36 @@ class Engine(Protocol):
 
         Must be called quiesced. Raises InstallFailed with `touched` true unless the old weights are
         certainly whole; EngineDied. On return every worker has copied what it needs: the staged bytes may go.
+        """
+        ...
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        """Begin an install whose bytes come in parts. Must be called quiesced; one of `finish_streaming` and
+        `abandon_streaming` ends it.
+
+        Raises UnsupportedByEngine without the capability `streaming`; InstallFailed as `install` does; EngineDied.
+        """
+        ...
+
+    async def install_part(self, part: StagedPart) -> None:
+        """Install these tensors in every worker; on return no worker reads the part's memory any more (INV-12).
+
+        Raises InstallFailed, EngineDied. The install goes on to its abandonment then.
+        """
+        ...
+
+    async def finish_streaming(self) -> InstallReport:
+        """Every tensor came: finish the install as `install` does, caches and label too.
+
+        Raises InstallFailed; EngineDied.
+        """
+        ...
+
+    async def abandon_streaming(self) -> None:
+        """No more comes. If a part came the engine's weights are a mixture; the next whole update starts clean. Nothing
+        is resumed. Idempotent.
+
+        Raises EngineDied.
         """
         ...
 

@@ -21,7 +21,8 @@ import xxhash
 from controlplane import failpoints
 from controlplane.core.canary import Canary
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
-from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
+from controlplane.core.engine_streaming import STREAMING
+from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest, UnsupportedByEngine
 from controlplane.core.layout import (
     DRAFT_PREFIX,
     PLAIN,
@@ -42,7 +43,9 @@ from engine_agent.engine import (
     GenerationDelta,
     InstallReport,
     LiveRequests,
+    Placement,
     SegmentSpan,
+    StagedPart,
     StagedWeights,
 )
 
@@ -71,6 +74,7 @@ class MemorySettings:
     """How long a token takes; 0 yields to the loop only."""
     install_seconds: float = 0.0
     can_sleep: bool = True
+    can_stream: bool = True
     sleep_seconds: float = 0.0
     """How long sleeping takes, and waking."""
     kv_bytes: int = 1 << 20
@@ -84,6 +88,16 @@ class MemorySettings:
 class _Live:
     seen: int = 0
     spans: list[tuple[str, int, int]] = field(default_factory=list)
+
+
+@dataclass
+class _Streaming:
+    """An install whose bytes come in parts."""
+
+    layout: Layout
+    label: str
+    began: float
+    fresh: dict[str, bytes] = field(default_factory=dict)
 
 
 class MemoryEngine:
@@ -107,6 +121,7 @@ class MemoryEngine:
         self._death = ""
         self.cleared = 0
         """How often its caches were cleared by a command."""
+        self._streaming: _Streaming | None = None
         self._live: dict[str, _Live] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -140,8 +155,9 @@ class MemoryEngine:
         )
 
     def _capabilities(self) -> frozenset[str]:
-        extra = {SLEEP: self._settings.can_sleep, DRAFT: bool(self._settings.draft_tensors)}
-        return frozenset({"staged", "rollback"} | {name for name, has in extra.items() if has})
+        drafted = bool(self._settings.draft_tensors)
+        more = {SLEEP: self._settings.can_sleep, STREAMING: self._settings.can_stream and not drafted, DRAFT: drafted}
+        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
@@ -201,11 +217,14 @@ class MemoryEngine:
         await asyncio.sleep(0)  # the consumer of a token made in the last step has it after one turn of the loop
         return LiveRequests({request_id: live.seen for request_id, live in self._live.items()})
 
-    async def install(self, staged: StagedWeights) -> InstallReport:
+    def _check_still(self, label: str) -> None:
         if self._running.is_set():
-            raise InstallFailed(self._engine_id, staged.label, False, "the engine was not quiesced")
+            raise InstallFailed(self._engine_id, label, False, "the engine was not quiesced")
         if "weights" not in self._resident:
-            raise InstallFailed(self._engine_id, staged.label, False, "the weights are not resident")
+            raise InstallFailed(self._engine_id, label, False, "the weights are not resident")
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        self._check_still(staged.label)
         drafted = staged.layout.draft is not None
         if not drafted and not self._draft_whole:
             raise InstallFailed(self._engine_id, staged.label, False, DRAFT_IS_A_MIXTURE)
@@ -215,7 +234,7 @@ class MemoryEngine:
         for index, tensor in enumerate(staged.layout.tensors):
             try:
                 failpoints.hit("worker.install", index)
-                fresh[tensor.name] = _digest_of(staged, index)
+                fresh[tensor.name] = _digest_of(staged.chunks, staged.placements[index], tensor)
             except (failpoints.Injected, OSError) as error:
                 self._weights = hashlib.sha256(b"mixture").digest()
                 self._draft, self._draft_whole = (self._weights, False) if drafted else (self._draft, True)
@@ -230,6 +249,41 @@ class MemoryEngine:
         if layout.draft is not None:
             drafted = [t.name for t in layout.tensors if t.is_for(TargetKind.DRAFT)]
             self._draft, self._draft_whole = weights_of({own_name(n): fresh[n] for n in drafted}), True
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        if not self._settings.can_stream:
+            raise UnsupportedByEngine(engine_id=self._engine_id, what="streaming installs")
+        self._check_still(label)
+        self._streaming = _Streaming(layout, label, time.monotonic())
+
+    async def install_part(self, part: StagedPart) -> None:
+        streaming = self._under_way()
+        self._weights = hashlib.sha256(b"mixture").digest()
+        for tensor, place in zip(part.tensors, part.placements, strict=True):
+            spec = streaming.layout.tensors[tensor]
+            try:
+                failpoints.hit("worker.install", len(streaming.fresh))
+                streaming.fresh[spec.name] = _digest_of(part.chunks, place, spec)
+            except (failpoints.Injected, OSError) as error:
+                raise InstallFailed(self._engine_id, streaming.label, True, str(error)) from error
+
+    async def finish_streaming(self) -> InstallReport:
+        streaming = self._under_way()
+        await asyncio.sleep(self._settings.install_seconds)
+        missing = [t.name for t in streaming.layout.tensors if t.name not in streaming.fresh]
+        if missing:
+            raise InstallFailed(self._engine_id, streaming.label, True, f"{missing[0]} did not come")
+        self._weights, self._label, self._streaming = weights_of(streaming.fresh), streaming.label, None
+        return InstallReport(len(streaming.fresh), time.monotonic() - streaming.began, 0.0)
+
+    async def abandon_streaming(self) -> None:
+        self._streaming = None
+
+    def _under_way(self) -> _Streaming:
+        if self._streaming is None:
+            raise InstallFailed(self._engine_id, "", False, "no streaming install was begun")
+        self._check_still(self._streaming.label)
+        return self._streaming
 
     async def clear_caches(self) -> None:
         if self._running.is_set():
@@ -327,12 +381,11 @@ def score_of(weights: bytes, prompt: Sequence[int], position: int) -> float:
     return -float(int.from_bytes(h[:4], "big")) / 2**30
 
 
-def _digest_of(staged: StagedWeights, index: int) -> bytes:
+def _digest_of(chunks: Mapping[str, Sequence[SegmentSpan]], place: Placement, tensor: TensorSpec) -> bytes:
     """sha256 of a tensor's bytes as they lie in shared memory, for every device alike."""
-    place, size = staged.placements[index], staged.layout.tensors[index].byte_count
-    digests = {_read(chunks[place.chunk], place.offset, size) for chunks in staged.chunks.values()}
+    digests = {_read(spans[place.chunk], place.offset, tensor.byte_count) for spans in chunks.values()}
     if len(digests) != 1:
-        raise OSError(f"devices hold different bytes of {staged.layout.tensors[index].name}")
+        raise OSError(f"devices hold different bytes of {tensor.name}")
     return digests.pop()
 
 

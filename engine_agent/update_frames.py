@@ -42,6 +42,7 @@ def opened(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | 
         base=_base(message.manifest),
         engine_id=EngineId(message.engine.engine_id),
         kept=kept,
+        streaming=message.apply == weight_update_pb2.APPLY_STREAMING,
         reference=_reference(message.manifest),
         pause=_pause(message),
     )

@@ -1,21 +1,23 @@
 """The engine port over vLLM's AsyncLLM, in the agent's process; EngineCore and workers are processes of their own.
 
 Promises what `engine_agent.engine.Engine` says. Every wait has a limit and ends with the engine's death. Weights
-change only in `install`, which needs a quiesced engine; a request made by a caller never changes the label.
+change only in `install`, and from `begin_streaming` to its end, which need a quiesced engine; a request made by a
+caller never changes the label.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from controlplane.core.canary import Canary
+from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
     DeadlineExceeded,
@@ -26,7 +28,7 @@ from controlplane.core.errors import (
     PeerLost,
     UnsupportedByEngine,
 )
-from controlplane.core.layout import Expected
+from controlplane.core.layout import Expected, Layout
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
@@ -37,6 +39,7 @@ from engine_agent.engine import (
     GenerationDelta,
     InstallReport,
     LiveRequests,
+    StagedPart,
     StagedWeights,
 )
 from engine_agent.members.nodes import FurtherNodes
@@ -53,6 +56,8 @@ from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
 
 __all__ = ["VllmEngine", "VllmSettings"]
+
+T = TypeVar("T")
 
 DRAIN_POLL_SECONDS = 0.0005
 """Between looks at whether the last tokens reached their consumers; far below one decoding step."""
@@ -85,6 +90,8 @@ class VllmEngine:
         self._streams = Streams()
         self._facts: EngineFacts | None = None
         self._label = ""
+        self._coming = ""
+        """The label of a streaming install under way."""
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -209,24 +216,44 @@ class VllmEngine:
     # ---- weights ----------------------------------------------------------------------------
 
     async def install(self, staged: StagedWeights) -> InstallReport:
-        installer = self._installer
+        report = await self._in_time(self._install_everywhere(staged), staged.label)
+        self._label = staged.label
+        return report
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        self._coming = label
+        await self._in_time(self._installer.begin_streaming(layout, label), label)
+
+    async def install_part(self, part: StagedPart) -> None:
+        await self._in_time(self._installer.install_part(part), self._coming)
+
+    async def finish_streaming(self) -> InstallReport:
+        report = await self._in_time(self._installer.finish_streaming(), self._coming)
+        self._label = self._coming
+        return report
+
+    async def abandon_streaming(self) -> None:
+        self._label = MIXTURE if self._installer.streaming else self._label
+        await self._in_time(self._installer.abandon_streaming(), self._coming)
+
+    async def _in_time(self, work: Awaitable[T], label: str) -> T:
+        """Raises InstallTimedOut, with the engine killed; else what the work raises."""
         limit = self._settings.install_timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                report = await self._install_everywhere(installer, staged)
+                return await work
         except InstallFailed as e:
             self._label = MIXTURE if e.touched else self._label
             raise
         except (TimeoutError, DeadlineExceeded) as e:
             await self._kill()  # INV-4: what the workers hold now nobody knows
-            raise InstallTimedOut(self._engine_id, staged.label, limit) from e
+            raise InstallTimedOut(self._engine_id, label, limit) from e
         except asyncio.CancelledError:
             await asyncio.shield(self._kill())
             raise
-        self._label = staged.label
-        return report
 
-    async def _install_everywhere(self, installer: Installer, staged: StagedWeights) -> InstallReport:
+    async def _install_everywhere(self, staged: StagedWeights) -> InstallReport:
+        installer = self._installer
         if self._further is None:
             return await installer.install(staged)
         async with self._further.holding(staged, self._started_facts.device_uuids) as on_every_node:
@@ -307,7 +334,9 @@ class VllmEngine:
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
-        return frozenset({"staged", "rollback", "prefix_cache"} if cached else {"staged", "rollback"})
+        alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
+        more = {"prefix_cache": cached, STREAMING: alone}
+        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
 
 def _name(dtype: object) -> str:

@@ -8,6 +8,7 @@ and one for its draft model.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -35,18 +36,36 @@ class Loader:
 
     def load(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """The old weights go with the first byte. Raises what vLLM's loading raises, and ValueError."""
+        with ExitStack() as packing:
+            needed = self.open(packing)
+            try:
+                self.close(needed, self.take(weights))
+            except BaseException:
+                self.abandon()
+                raise
+        self.repair_tied_head()
+
+    def open(self, packing: ExitStack) -> set[str]:
+        """The model is in pieces from here on to `close` or `abandon`; `packing` is left after that. What it needs."""
         needed = {name for name, _ in self._model.named_parameters()}
         close_open_layers(self._model)
         initialize_layerwise_reload(self._model)
-        with experts_packed_anew(self._model):
-            try:
-                loaded = self._model.load_weights(weights)
-                self._check_complete(needed, loaded)
-                finalize_layerwise_reload(self._model, self._config)
-            except BaseException:
-                close_open_layers(self._model)
-                raise
-        self._repair_tied_head()
+        packing.enter_context(experts_packed_anew(self._model))
+        return needed
+
+    def take(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None:
+        """Names of the parameters that these went into; None: this model does not say."""
+        loaded: set[str] | None = self._model.load_weights(weights)
+        return loaded
+
+    def close(self, needed: set[str], loaded: set[str] | None) -> None:
+        """Raises ValueError: not everything was loaded."""
+        self._check_complete(needed, loaded)
+        finalize_layerwise_reload(self._model, self._config)
+
+    def abandon(self) -> None:
+        """No layer is left open."""
+        close_open_layers(self._model)
 
     def _check_complete(self, needed: set[str], loaded: set[str] | None) -> None:
         """INV-1: a layer that was given too little would be finished with memory that nobody wrote."""
@@ -57,7 +76,7 @@ class Loader:
             shown = ", ".join(missing[:NAMES_SHOWN])
             raise ValueError(f"{len(missing)} parameters of the model were not loaded: {shown}")
 
-    def _repair_tied_head(self) -> None:
+    def repair_tied_head(self) -> None:
         """On a CPU a tied head computes with a packed copy of the embedding, which layerwise reload leaves old."""
         head = getattr(self._model, "lm_head", None)
         method = getattr(head, "quant_method", None)

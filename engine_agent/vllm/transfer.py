@@ -11,6 +11,8 @@ finish_weight_update; start_draft_weight_update where the update is for the draf
   text, and one rank's exception would put the ranks' replies out of step;
 - staged memory is not read any more when "install" returns (INV-12).
 
+A streaming install has "begin", "part" for each part, and "finish" in their place; see `streamed`.
+
 It refuses a layout it was not told of, and an install without its check.
 """
 
@@ -32,6 +34,7 @@ from controlplane import failpoints
 from engine_agent.vllm.loading import Loader
 from engine_agent.vllm.mapping import DTYPES, MappedChunks, StagingError
 from engine_agent.vllm.ranks import rank_in_engine
+from engine_agent.vllm.streamed import StreamedReload
 
 
 @dataclass
@@ -61,7 +64,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Device UUID, or "" for any, to spans of (path, offset, byte count)."""
     chunk_indexes: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    """Entry i of both places tensor i of the layout."""
+    """Entry i of both places tensor i of the layout; of "part": tensor `tensors[i]`."""
+    tensors: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -87,6 +91,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._init: InitInfo | None = None
         self._update: UpdateInfo | None = None
         self._chunks: MappedChunks | None = None
+        self._streamed: StreamedReload | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         drafted = len(init_info.draft_names) or len(init_info.names)
@@ -96,26 +101,37 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     def start_weight_update(self) -> None:
         self._drop_staged()
+        self._close_streamed()
         self.result = StepResult()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         started = time.perf_counter()
         self.result = StepResult()
         try:
-            if update_info.step == "check":
-                self._check(update_info)
-            else:
-                self._install()
+            match update_info.step:
+                case "check":
+                    self._check(update_info)
+                case "begin":
+                    self._begin(update_info)
+                case "part":
+                    self._part(update_info)
+                case "finish":
+                    self._finish()
+                case _:
+                    self._install()
         except Exception as e:  # the boundary of this process: the agent reads it as a result
             self.result.ok = False
             self.result.cause = f"{type(e).__name__}: {e}"
             e.__traceback__ = None  # its frames hold views of staged memory
         if not self.result.ok or update_info.step != "check":
             self._release()
+        if not self.result.ok:
+            self._close_streamed()
         self.result.seconds = time.perf_counter() - started
 
     def finish_weight_update(self) -> None:
         self._drop_staged()
+        self._close_streamed()
 
     def shutdown(self) -> None:
         self._drop_staged()
@@ -125,24 +141,67 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     # ---- check ------------------------------------------------------------------------------
 
+    def _told(self, layout_digest: str) -> InitInfo:
+        if self._init is None or layout_digest != self._init.layout_digest:
+            raise StagingError(f"layout {layout_digest} was not sent to this worker")
+        return self._init
+
     def _check(self, update: UpdateInfo) -> None:
-        init = self._init
-        if init is None or update.layout_digest != init.layout_digest:
-            raise StagingError(f"layout {update.layout_digest} was not sent to this worker")
+        init = self._told(update.layout_digest)
         if bool(init.draft_names) != (self.model is not self._default_model):
             raise StagingError("the session's target is not the layout's")
         if not len(update.chunk_indexes) == len(update.offsets) == len(init.names):
             raise StagingError(f"{len(update.offsets)} placements for a layout of {len(init.names)} tensors")
-        uuid = init.device_uuids[rank_in_engine(self.parallel_config)]
-        spans = update.chunks.get(uuid, update.chunks.get(""))
-        if spans is None:
-            raise StagingError(f"no chunks for device {uuid}; there are some for {', '.join(update.chunks)}")
-        self._chunks = MappedChunks([(path, offset, count) for path, offset, count in spans])
+        self._chunks = self._mapped(init, update)
         for dtype, shape, chunk, offset in zip(
             init.dtypes, init.shapes, update.chunk_indexes, update.offsets, strict=True
         ):
             self._chunks.locate(DTYPES[dtype], shape, chunk, offset)
         self._update = update
+
+    def _mapped(self, init: InitInfo, update: UpdateInfo) -> MappedChunks:
+        uuid = init.device_uuids[rank_in_engine(self.parallel_config)]
+        spans = update.chunks.get(uuid, update.chunks.get(""))
+        if spans is None:
+            raise StagingError(f"no chunks for device {uuid}; there are some for {', '.join(update.chunks)}")
+        return MappedChunks([(path, offset, count) for path, offset, count in spans])
+
+    # ---- streaming --------------------------------------------------------------------------
+
+    def _begin(self, update: UpdateInfo) -> None:
+        init = self._told(update.layout_digest)
+        if init.draft_names:
+            raise StagingError("a draft model is installed with its model in one step, and not in parts")
+        loader = Loader(self._default_model, self._default_model_config)
+        self.result.touched = True  # from here on the old weights are not certainly whole (INV-1, INV-4)
+        self._streamed = StreamedReload(loader, aliases_of([] if loader.tied else init.ties))
+        self._streamed.open()
+
+    def _part(self, update: UpdateInfo) -> None:
+        self.result.touched = True
+        init, streamed = self._init, self._streamed
+        if init is None or streamed is None:
+            raise StagingError("a part without its begin")
+        self._chunks = self._mapped(init, update)
+        for tensor, chunk, offset in zip(update.tensors, update.chunk_indexes, update.offsets, strict=True):
+            failpoints.hit("worker.install", streamed.count)
+            view = self._chunks.tensor(DTYPES[init.dtypes[tensor]], init.shapes[tensor], chunk, offset)
+            streamed.load(init.names[tensor], view)
+            del view
+        self.result.loaded = streamed.count
+
+    def _finish(self) -> None:
+        self.result.touched = True
+        if self._streamed is None:
+            raise StagingError("a finish without its begin")
+        self._streamed.finish()
+        self.result.loaded, self._streamed = self._streamed.count, None
+
+    def _close_streamed(self) -> None:
+        """What was not finished is a mixture; its layers are closed, so that the next full update starts clean."""
+        streamed, self._streamed = self._streamed, None
+        if streamed is not None:
+            streamed.abandon()
 
     # ---- install ----------------------------------------------------------------------------
 
@@ -163,9 +222,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         init, update, chunks = self._init, self._update, self._chunks
         if init is None or update is None or chunks is None:
             raise StagingError("nothing is staged")
-        aliases: dict[str, list[str]] = {}
-        for alias, source in ties:
-            aliases.setdefault(source, []).append(alias)
+        aliases = aliases_of(ties)
         own = [(i, name) for i, name in enumerate(names) if name]
         for i, name in own:
             failpoints.hit("worker.install", i)
@@ -190,3 +247,11 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         chunks, self._chunks, self._update = self._chunks, None, None
         if chunks is not None:
             chunks.close()
+
+
+def aliases_of(ties: list[list[str]]) -> dict[str, list[str]]:
+    """By source."""
+    aliases: dict[str, list[str]] = {}
+    for alias, source in ties:
+        aliases.setdefault(source, []).append(alias)
+    return aliases

@@ -166,7 +166,7 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, rollback, sleep, prefix_cache."""
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache."""
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
@@ -769,6 +769,7 @@ class Assignment(_message.Message):
     LINK_FIELD_NUMBER: _builtins.int
     FATE_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are."""
     leader: _builtins.int
@@ -783,6 +784,8 @@ class Assignment(_message.Message):
     """With TRANSPORT_BROADCAST: which link. Assignments with one link have one leader, and the order of the plan."""
     fate: _weight_update_pb2.LinkFate.ValueType
     """With TRANSPORT_BROADCAST: whose failure ends whose bytes."""
+    apply: _weight_update_pb2.Apply.ValueType
+    """When the engine installs the bytes: chunks of APPLY_STREAMING go only after GO."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
@@ -813,10 +816,11 @@ class Assignment(_message.Message):
         link: _builtins.str = ...,
         fate: _weight_update_pb2.LinkFate.ValueType = ...,
         base: _weight_update_pb2.Base | None = ...,
+        apply: _weight_update_pb2.Apply.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "engine", b"engine", "fate", b"fate", "leader", b"leader", "link", b"link", "ranks", b"ranks", "reason", b"reason", "required", b"required", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "base", b"base", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "engine", b"engine", "fate", b"fate", "leader", b"leader", "link", b"link", "ranks", b"ranks", "reason", b"reason", "required", b"required", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
