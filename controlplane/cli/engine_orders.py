@@ -21,11 +21,11 @@ from controlplane.core.errors import StaleVersion, UpdateInProgress
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.codec import seconds_to_proto
 from controlplane.rpc.errors import from_rpc_error
-from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2, operator_pb2_grpc
+from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2, operator_pb2_grpc, pause_pb2
 
 LOOK_SECONDS = 0.2
 """Between two looks at what is waited for, and between two tries of what an update is in the way of."""
-MODES = {mode: lifecycle_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}") for mode in ("keep", "abort", "wait")}
+MODES = {mode: pause_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}") for mode in ("keep", "abort", "wait")}
 
 
 @dataclass(frozen=True, slots=True)
