@@ -45,9 +45,9 @@ def taking_part(
 
 
 def able_engines(book: Book, model: ModelName, ranks: Sequence[RankPlace] | None) -> list[EngineRecord]:
-    """Who could take an update. From ranks: whom they can feed; one that came while they were away may be a misfit.
-    From the coordinator, which is not the trainer: whose devices nobody else may hold."""
-    able = [r for r in book.of_model(model) if r.able]
+    """Who could take an update; who stays at a version takes none. From ranks: whom they can feed; one that came
+    while they were away may be a misfit. From the coordinator: whose devices nobody else may hold."""
+    able = [r for r in book.of_model(model) if r.able and book.kept_at(r) is None]
     if ranks is None:
         return [r for r in able if not book.lent(r)]
     held = devices_of(ranks)

@@ -299,7 +299,7 @@ def _count_the_late(book: Book, update: UpdateTransaction) -> None:
     for record in book.of_model(update.model):
         outcome = update.outcomes.get(record.place.engine_id)
         late = outcome is None or not outcome.ended
-        if record.able and late:
+        if record.able and late and book.kept_at(record) is None:
             waited = outcome is not None and outcome.awaited
             record.missed = -PATIENCE_AFTER_WAITING if waited else record.missed + 1
 
