@@ -15,11 +15,12 @@ import structlog
 
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Life, Residency
-from controlplane.core.errors import EngineAsleep, EngineNotReady
+from controlplane.core.errors import DeadlineExceeded, EngineAsleep, EngineNotReady
 from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.life import EngineLife
 
+NAMES_SHOWN = 10
 log = structlog.get_logger(__name__)
 
 
@@ -44,8 +45,14 @@ async def flush(life: EngineLife) -> None:
 
 
 async def _flush(life: EngineLife) -> None:
-    async with life.standing_still():
-        await life.engine.clear_caches()
+    try:
+        async with life.standing_still():
+            await life.engine.clear_caches()
+    except DeadlineExceeded as late:  # once, and by name: nothing is gained by asking again while they run
+        waited_for = (
+            f"{late.waited_for}, with {len(life.requests)} requests: {', '.join(life.requests.names[:NAMES_SHOWN])}"
+        )
+        raise DeadlineExceeded(late.phase, waited_for, late.waited_seconds) from late
     log.info("caches_flushed", live_requests=len(life.requests))
 
 

@@ -21,6 +21,7 @@ import pytest_asyncio
 from safetensors.torch import save_file
 
 from controlplane.core.sampling import SamplingSettings
+from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Assembly, Sample, Span
 from engine_agent.agent import EngineSettings, run_engine
@@ -34,6 +35,7 @@ from tests.support.samples import greedy
 from tests.support.tiny_rank import EMBEDDING_NAME
 from tests.support.told_rank import Order, weights
 from tests.support.toy_trainer import RankProcess, ToyTrainer, toy_trainer
+from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -125,9 +127,11 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         vllm = VllmSettings(model, max_num_seqs=RUNNING, **LIMITS)  # type: ignore[arg-type]
         settings = EngineSettings("e0", fleet.address, RUN, state_dir=work / "engines", vllm=vllm)
         faulty = {"worker_extension_cls": CLASS}
-        arguments = lambda settings, *, gpu: engine_arguments(settings, gpu=gpu) | faulty  # noqa: E731
+        arguments = lambda settings, **how: engine_arguments(settings, **how) | faulty  # noqa: E731
         patch.setattr("engine_agent.vllm.launch.engine_arguments", arguments)
         patch.setenv(FILE_VARIABLE, str(work / "fault"))
+        patch.setenv(DIRECTORY_VARIABLE, str(work / "failpoints"))
+        (work / "failpoints").mkdir()
         fleet._start("e0", run_engine, settings)
         async with toy_trainer(fleet.address) as trainer:
             rank = await _rank(trainer, model)
@@ -293,3 +297,34 @@ async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_
     assert (
         await rig.says() == (rig.truth(new), [(number, 0, COUNT)]) != stale
     )  # the same prompt, with no prefix of before
+
+
+# ---- installs that fail half-way ----------------------------------------------------------------
+
+
+async def watch(rig: Rig, seen: list[engine_pb2.EngineStatus]) -> None:
+    """The engine's own word at each change, until cancelled."""
+    stub = lifecycle_pb2_grpc.LifecycleStub(rig.fleet.channel((await rig.fleet.engine("e0")).endpoint))
+    async for response in stub.WatchStatus(lifecycle_pb2.WatchStatusRequest(run_id=RUN)):
+        seen += [response.status]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0], ids=["none", "one", "half", "all"])
+async def test_P1_a_failure_after_some_tensors_poisons_and_shuts_and_the_next_push_heals(
+    rig: Rig, share: float
+) -> None:
+    """A push repeats itself: its second attempt is the next push."""
+    before = await rig.pushed(Order(81))
+    seen: list[engine_pb2.EngineStatus] = []
+    watching = asyncio.create_task(watch(rig, seen))
+    tensors = len(weights(rig.model, Order(81)))
+    (rig.work / "failpoints" / "worker.install").write_text(f"raise after={int(share * tensors)}")
+    number = await rig.pushed(Order(82))
+    watching.cancel()
+    poisoned = [s for s in seen if s.weights == engine_pb2.WEIGHTS_STATE_POISONED]
+    assert poisoned, "it was never seen poisoned"
+    assert not any(s.gate_open or s.HasField("applied") for s in poisoned)
+    assert {s.applied.number for s in seen if s.gate_open} <= {before, number}
+    assert (await rig.fleet.engine("e0")).status.refused.reason == "INSTALL_FAILED"
+    assert number == before + 2
+    assert await rig.says() == (rig.truth(Order(82)), [(number, 0, COUNT)])

@@ -244,19 +244,24 @@ async def test_a_flush_ends_no_request_and_borders_no_span(
     assert await one.checked_spans({1: weights}) == [(1, 0, 300)]
 
 
-async def test_an_engine_that_does_not_stand_still_in_time_for_a_flush_serves_on(
+async def test_R3_an_engine_that_does_not_stand_still_in_time_for_a_flush_names_its_requests_and_serves_on(
     fleet: LocalFleet, weights: Weights, clearings: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = await sample(fleet, 400)
+    one = await sample(fleet, 400, "slow")
     await one.has(5)
+    asked = []
 
     async def never(engine: MemoryEngine) -> Any:
+        asked.append(engine)
         raise DeadlineExceeded(phase="quiesce", waited_for="e0", waited_seconds=1.0)
 
     with monkeypatch.context() as patched:
         patched.setattr(MemoryEngine, "quiesce", never)
-        assert await reason_of(flush(fleet)) == "DEADLINE_EXCEEDED"
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await flush(fleet)
+    assert str(from_rpc_error(error.value)) == "quiesce: waited 1.0 s for e0, with 1 requests: slow"
     assert clearings == []
+    assert len(asked) == 1
     assert await one.checked_spans({1: weights}) == [(1, 0, 400)]
     assert await (await sample(fleet, 5)).reason() == "LENGTH"
 
