@@ -1,7 +1,8 @@
 """One install, from a checked version in shared memory to weights that spoke: stand still, put in, prove.
 
 Promises that nothing is claimed before the last of these is done (INV-1), and that whatever is raised on the way leaves
-what the engine holds to its life to say (INV-4): nothing is resumed here.
+what the engine holds to its life to say (INV-4): nothing is resumed here. On an engine that sleeps but for its weights'
+memory the proof waits for the KV cache, and the gate for the proof.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import Timings
+from controlplane.core.engine_state import Residency, Timings
+from controlplane.core.errors import EngineDied, WeightplaneError
 from engine_agent.engine import CanaryReport, InstallReport
 from engine_agent.receivers import Receiver
 
@@ -27,7 +29,8 @@ class Applied:
     report: InstallReport
     changed_tensors: int | None
     """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
-    canary: CanaryReport
+    canary: CanaryReport | None
+    """None: put off until its KV cache is resident."""
     timings: Timings
     content_digest: bytes
 
@@ -45,7 +48,8 @@ class Install:
         failpoints.hit("engine.before_install")
         quiesce = await self._stand_still()
         report = await self._put_in()
-        canary, seconds = await self._prove()
+        speaks = self._life.core.state.residency is Residency.AWAKE
+        canary, seconds = await self._prove() if speaks else (None, 0.0)  # put off until there is a KV cache
         failpoints.hit("engine.after_install")
         timings = Timings(quiesce, report.load_seconds, report.cache_seconds, seconds)
         update = self._update
@@ -69,3 +73,15 @@ class Install:
         """What the canary said, and how long it took."""
         began = time.monotonic()
         return await self._life.engine.canary(), time.monotonic() - began
+
+
+async def prove_at_last(life: EngineLife) -> None:
+    """The canary of a version that was installed without a KV cache; the gate is shut meanwhile. Raises EngineDied."""
+    try:
+        await life.engine.canary()
+    except EngineDied:
+        raise
+    except WeightplaneError as error:
+        life.disproven(error)
+    else:
+        life.apply(events.Proven())

@@ -99,6 +99,11 @@ class MemoryEngine:
         """What it holds of its device's memory now."""
         return sum(self._resident.values())
 
+    @property
+    def resident(self) -> frozenset[str]:
+        """What lies in its device's memory now, of `weights` and `kv`."""
+        return frozenset(self._resident)
+
     async def start(self) -> EngineFacts:
         shapes = dict(self._settings.tensors)
         return EngineFacts(

@@ -123,6 +123,13 @@ def applied(version: WeightVersion, applied: Applied) -> Response:
         content_digest=applied.content_digest,
         changed_tensors=applied.changed_tensors,
         timings=timings_to_proto(applied.timings),
-        canary=weight_update_pb2.Canary(prompt_logprobs=applied.canary.prompt_logprobs, tokens=applied.canary.tokens),
+        canary=_canary(applied),
     )
     return Response(applied=message)
+
+
+def _canary(applied: Applied) -> weight_update_pb2.Canary | None:
+    """None: the engine has no KV cache yet, and speaks when it has one."""
+    if applied.canary is None:
+        return None
+    return weight_update_pb2.Canary(prompt_logprobs=applied.canary.prompt_logprobs, tokens=applied.canary.tokens)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
@@ -120,6 +120,25 @@ class CanaryPassed:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryDeferred:
+    """The last step of an install without a KV cache: the engine holds the version, and cannot speak yet."""
+
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """The canary that was put off passed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disproven:
+    """The canary that was put off found fault."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class InstallEnded:
     """The install did not work. `touched`: some byte may have been installed."""
 
@@ -186,6 +205,9 @@ Event = (
     | StreamEnded
     | Quiesced
     | CanaryPassed
+    | CanaryDeferred
+    | Proven
+    | Disproven
     | InstallEnded
     | SpansDisagreed
     | HoldChanged
@@ -311,5 +333,6 @@ class Update:
     verified: bool = False
     content_digest: bytes = b""
     held_before: Weights = field(default_factory=Unset)
+    unproven_before: Set[Hold] = frozenset()
     quiesced: bool = False
     """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""

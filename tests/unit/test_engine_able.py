@@ -45,16 +45,14 @@ def test_p2_an_update_to_a_sleeping_engine_is_refused_and_harms_nothing() -> Non
     assert agent.applied == version(2)
 
 
-def test_an_update_needs_the_kv_cache_too_for_its_canary() -> None:
-    agent = asleep()
+def test_p2_weights_in_memory_take_the_trainers_update_and_nobody_elses() -> None:
+    agent = asleep(core.DROPS_WEIGHTS)
     agent.handle(events.WakeRequested("trainer", kv=False))
     agent.handle(events.Woke(kv=False))
     assert agent.core.state.residency is Residency.WEIGHTS
     with pytest.raises(e.EngineAsleep, match="KV cache"):
-        agent.open(2)
-    agent.handle(events.WakeRequested("trainer", kv=True))
-    agent.handle(events.Woke(kv=True))
-    assert agent.core.gate_open
+        agent.open(1, by_coordinator=1)
+    agent.open(2)
 
 
 def test_inv1_a_sleep_that_drops_weights_drops_the_claim_before_they_go() -> None:

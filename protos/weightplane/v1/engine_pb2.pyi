@@ -130,6 +130,8 @@ class _HoldKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldKind.Val
     """The weights are a mixture."""
     HOLD_KIND_FINISHING: _HoldKind.ValueType  # 6
     """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
+    HOLD_KIND_UNPROVEN: _HoldKind.ValueType  # 7
+    """A version was installed while the engine had no KV cache: its canary speaks as soon as there is one."""
 
 class HoldKind(_HoldKind, metaclass=_HoldKindEnumTypeWrapper):
     """Why a gate is kept shut."""
@@ -148,6 +150,8 @@ HOLD_KIND_POISONED: HoldKind.ValueType  # 5
 """The weights are a mixture."""
 HOLD_KIND_FINISHING: HoldKind.ValueType  # 6
 """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
+HOLD_KIND_UNPROVEN: HoldKind.ValueType  # 7
+"""A version was installed while the engine had no KV cache: its canary speaks as soon as there is one."""
 Global___HoldKind: _TypeAlias = HoldKind  # noqa: Y015
 
 class _UpdateStage:
