@@ -12,6 +12,7 @@ from dataclasses import replace
 from controlplane.core import errors as e
 from controlplane.core.engine_events import Effect, Report, SleepRequested, StartSleep, StartWake, WakeRequested, Woke
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
+from controlplane.core.names import TRAINERS
 
 SLEEP = "sleep"
 """The capability."""
@@ -75,11 +76,13 @@ def check_sleep(state: EngineState, capabilities: frozenset[str], event: SleepRe
 
 
 def check_resident(state: EngineState, *, by_coordinator: bool) -> None:
-    """An install needs the weights' memory (P2). Without a KV cache its canary waits for the owner of the devices, who
-    is a trainer: nobody else brings weights there. Raises EngineAsleep."""
+    """An install needs the weights' memory (P2). Without a KV cache its canary waits, and that only for a trainer which
+    has the devices: nobody brings weights to an engine that sleeps for somebody else. Raises EngineAsleep."""
     if state.residency is Residency.ASLEEP:
         raise e.EngineAsleep(engine_id=state.engine_id, missing="weights and KV cache are")
-    if state.residency is Residency.WEIGHTS and by_coordinator:
+    sleepers = [h.owner for h in state.holds if h.kind is HoldKind.ASLEEP]
+    for_trainer = not by_coordinator and all(owner.startswith(TRAINERS) for owner in sleepers)
+    if state.residency is Residency.WEIGHTS and not for_trainer:
         raise e.EngineAsleep(engine_id=state.engine_id, missing="the KV cache is")
 
 

@@ -20,6 +20,8 @@ _NUMBER = re.compile(r"([0-9]+)")
 
 MAX_OWNER_LENGTH = 128
 """Of a hold's owner, in the contract."""
+TRAINERS = "trainer:"
+"""How the owners of holds begin that are trainers."""
 
 NaturalKey = tuple[tuple[str | int, ...], str]
 
@@ -37,7 +39,7 @@ def device_uuid(text: str) -> DeviceUuid:
 
 def trainer_owner(trainer_id: TrainerId | str) -> str:
     """Whose hold it is where an engine sleeps for a trainer: the same over the trainer's lives."""
-    return f"trainer:{trainer_id}"[:MAX_OWNER_LENGTH]
+    return f"{TRAINERS}{trainer_id}"[:MAX_OWNER_LENGTH]
 
 
 def natural_key(name: str) -> NaturalKey:

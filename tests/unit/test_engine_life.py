@@ -179,8 +179,9 @@ async def test_inv1_what_was_installed_without_a_kv_cache_serves_only_after_its_
     tmp_path: Path, *, sound: bool
 ) -> None:
     life, engine = await serving(tmp_path)
-    await sleep(life, level=2)
-    await wake(life, kv=False)
+    trainer = "trainer:t"
+    await sleep(life, trainer, level=2)
+    await wake(life, trainer, kv=False)
     newer = WeightVersion(2, Term(1))
     commit(life, 2, newer)
     found = await asyncio.wait_for(life.outcome(UpdateId("u2")), 5)
@@ -189,7 +190,7 @@ async def test_inv1_what_was_installed_without_a_kv_cache_serves_only_after_its_
     assert "kv" not in engine.resident
     if not sound:
         life.engine = SilentCanary(engine)  # type: ignore[assignment]
-    await wake(life)
+    await wake(life, trainer)
     assert life.core.state.held_by(HoldKind.UNPROVEN) is None
     if sound:
         await eventually(lambda: life.open)

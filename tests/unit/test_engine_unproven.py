@@ -12,12 +12,13 @@ from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Timin
 from tests.unit.test_engine_able import asleep
 from tests.unit.test_engine_core import Agent, version
 
+ME = "trainer:t"
 UNPROVEN = Hold(HoldKind.UNPROVEN, "u2")
 
 
 def unproven(level: int = core.DROPS_WEIGHTS) -> Agent:
     """Version 2 came while it slept, after 1; the fleet serves it."""
-    agent = asleep(level)
+    agent = asleep(level, owner=ME)
     wake(agent, kv=False)
     begin(agent, 2)
     agent.handle(events.CanaryDeferred(Timings()))
@@ -33,7 +34,7 @@ def begin(agent: Agent, number: int) -> None:
 
 
 def wake(agent: Agent, *, kv: bool) -> None:
-    agent.handle(events.WakeRequested("trainer", kv))
+    agent.handle(events.WakeRequested(ME, kv))
     agent.handle(events.Woke(kv))
 
 
@@ -63,14 +64,15 @@ def test_inv4_a_canary_that_finds_fault_at_last_is_poison() -> None:
 def test_nobodys_word_but_the_canarys_ends_it() -> None:
     agent = unproven()
     with pytest.raises(e.DevicesTaken):
-        wake(agent, kv=True) if agent.handle(events.WakeRequested("ann", kv=True)) else None
-    agent.handle(events.SleepRequested("trainer", 1))
+        agent.handle(events.WakeRequested("ann", kv=True))
+    agent.handle(events.HoldChanged(Hold(HoldKind.OPERATOR, "u2"), present=False))
+    agent.handle(events.SleepRequested(ME, 1))
     assert UNPROVEN in agent.core.state.holds, "sleep keeps what is owed"
     wake(agent, kv=True)
     assert owes_canary(agent.core.state)
 
 
-@pytest.mark.parametrize("ends", [events.SleepRequested("trainer", core.DROPS_WEIGHTS), events.Died("killed")])
+@pytest.mark.parametrize("ends", [events.SleepRequested(ME, core.DROPS_WEIGHTS), events.Died("killed")])
 def test_it_goes_with_the_weights_that_it_is_about(ends: events.Event) -> None:
     agent = unproven()
     agent.handle(ends)
