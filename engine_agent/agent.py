@@ -1,12 +1,14 @@
 """The engine agent process: one engine, life after life, and the services beside it.
 
 Order of a start: the port is bound, the engine starts, then the coordinator is told (L6). An engine that dies is
-replaced by a fresh one in a new incarnation, unset, with a growing wait and a limit; nothing of the old one is left.
+replaced by a fresh one in a new incarnation, unset, with a growing wait and a limit on deaths in a row; nothing of the
+old one is left. systemd's watchdog is fed while this loop turns and looks at its engine.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -20,16 +22,19 @@ from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
 from controlplane.core.fleet_catch_up import CHECKPOINT
+from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
+from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
+from engine_agent.restarts import Restarts
 from engine_agent.rollout_service import RolloutService
 from engine_agent.session import Membership, Session
 from engine_agent.update_service import WeightUpdateService
@@ -78,7 +83,7 @@ class EngineSettings:
     stream_idle_seconds: float = 60.0
     """An update's stream without a frame for so long is aborted."""
     max_restarts: int = 5
-    """Lives after the first; then the agent ends."""
+    """Deaths in a row after which it starts its engine again; then it ends. 10 minutes of life begin the count anew."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
     """How trainers may bring it bytes: shared_memory, inline, broadcast. inline is always among them."""
     checkpoint_root: Path | None = None
@@ -86,6 +91,9 @@ class EngineSettings:
     deltas: bool = False
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
+    pause: PausePolicy = KEEP
+    """What becomes of the requests in the engine at an install, unless the trainer says it: `mode` keep, abort or wait;
+    with wait `wait_seconds` and a `fallback`."""
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""
@@ -97,6 +105,8 @@ class EngineSettings:
     """How many engines its unit has."""
 
     def __post_init__(self) -> None:
+        if self.pause.problem:
+            raise ValueError(f"pause: {self.pause.problem}")
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
             raise ValueError("unit and unit_size go together: name the unit, and how many engines it has")
         if unknown := set(self.transports) - set(TRANSPORTS):
@@ -149,22 +159,41 @@ class _Agent:
         self._server = server
         self._signalled = signalled
         self._endpoint = settings.advertise or server.address
+        self._supervisor = Supervisor()
+        self._turns = Turns()
+        self._ready_at: float | None = None
+        """When the present life's engine was ready."""
 
     async def run(self) -> int:
-        wait = RESTART_WAIT_SECONDS[0]
-        for life_number in range(self._settings.max_restarts + 1):
-            if life_number:
-                await self._devices_free(self._holder.life)
-                await asyncio.wait({self._signalled}, timeout=wait)
-                wait = min(wait * 2, RESTART_WAIT_SECONDS[1])
-                self._holder.life = _new_life(self._settings, self._memory)
-            if self._signalled.done():
-                return ExitCode.OK
+        feeding = asyncio.create_task(self._supervisor.feed(self._moved))
+        try:
+            return await self._lives()
+        finally:
+            feeding.cancel()
+            self._supervisor.stopping()
+
+    async def _lives(self) -> int:
+        restarts = Restarts(self._settings.max_restarts, RESTART_WAIT_SECONDS)
+        while not self._signalled.done():
+            self._ready_at = None
+            self._supervisor.status(f"starts an engine, life {self._holder.life.number}")
             code = await self._live(self._holder.life)
             if code is not None:
                 return code
-        log.error("engine_died_too_often", lives=self._settings.max_restarts + 1)
-        return ExitCode.ENGINE_FAILED
+            wait = restarts.died(0.0 if self._ready_at is None else time.monotonic() - self._ready_at)
+            if wait is None:
+                log.error("engine_died_too_often", in_a_row=restarts.in_a_row)
+                return ExitCode.ENGINE_FAILED
+            self._supervisor.status(f"starts another engine in {wait:.0f} s")
+            await self._devices_free(self._holder.life)
+            await asyncio.wait({self._signalled}, timeout=wait)
+            if not self._signalled.done():
+                self._holder.life = _new_life(self._settings, self._memory)
+        return ExitCode.OK
+
+    def _moved(self) -> object:
+        """For the watchdog. While an engine runs, this agent must look at it; a start has a deadline of its own."""
+        return self._turns() if self._ready_at is None else self._holder.life.progress.looks
 
     async def _devices_free(self, last: EngineLife) -> None:
         """Nobody starts an engine on devices that somebody else has: a life that died asleep is replaced when its
@@ -182,6 +211,8 @@ class _Agent:
             if not await self._start(life):
                 return ExitCode.OK
             log.info("engine_ready", endpoint=self._endpoint, incarnation=life.core.state.incarnation)
+            self._ready_at = time.monotonic()
+            self._supervisor.ready(f"engine {life.core.state.engine_id}, life {life.number}, at {self._endpoint}")
             session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
             running = asyncio.create_task(session.run())
             readiness = asyncio.create_task(self._follow_readiness(life))
@@ -244,7 +275,7 @@ def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas)
+    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas, pause=settings.pause)
 
 
 def _new_engine(settings: EngineSettings) -> Engine:
@@ -258,7 +289,8 @@ def _new_engine(settings: EngineSettings) -> Engine:
     from engine_agent.vllm.engine import VllmEngine  # heavy: an agent with the in-memory engine needs no vLLM
 
     vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
-    return VllmEngine(vllm, settings.engine_id, serve_initial=serve)
+    note = settings.state_dir / f"{settings.engine_id}.processes.json"
+    return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note)
 
 
 def _services(

@@ -10,45 +10,22 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
-from enum import Enum
 
 import structlog
 
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Life, Residency
 from controlplane.core.errors import EngineAsleep, EngineNotReady
+from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.life import EngineLife
 
 log = structlog.get_logger(__name__)
 
-DEFAULT_WAIT_SECONDS = 60.0
 
-
-class PauseMode(Enum):
-    """What becomes of the requests in the engine; vLLM's names."""
-
-    KEEP = "keep"
-    ABORT = "abort"
-    WAIT = "wait"
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """How to pause."""
-
-    owner: str
-    mode: PauseMode = PauseMode.KEEP
-    wait_seconds: float = DEFAULT_WAIT_SECONDS
-    """With WAIT: how long requests may take."""
-    fallback: PauseMode = PauseMode.KEEP
-    """With WAIT: what becomes of those that took longer."""
-
-
-async def pause(life: EngineLife, how: Pause) -> int:
+async def pause(life: EngineLife, owner: str, how: PausePolicy) -> int:
     """Keep the gate shut until its owner's word; the number of requests that were aborted. Raises EngineDied."""
-    return await to_the_end(_pause(life, how))
+    return await to_the_end(_pause(life, owner, how))
 
 
 def abort(life: EngineLife, names: Collection[str]) -> list[str]:
@@ -72,8 +49,8 @@ async def _flush(life: EngineLife) -> None:
     log.info("caches_flushed", live_requests=len(life.requests))
 
 
-async def _pause(life: EngineLife, how: Pause) -> int:
-    operator, finishing = Hold(HoldKind.OPERATOR, how.owner), Hold(HoldKind.FINISHING, how.owner)
+async def _pause(life: EngineLife, owner: str, how: PausePolicy) -> int:
+    operator, finishing = Hold(HoldKind.OPERATOR, owner), Hold(HoldKind.FINISHING, owner)
     mode = how.mode
     if mode is PauseMode.WAIT:
         life.apply(events.HoldChanged(finishing, present=True))

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.sampling import SamplingSettings
 
@@ -30,6 +31,8 @@ class EngineFacts:
     max_logprobs: int
     expected: Expected
     """Names, shapes and dtypes that an update must cover (safetensors headers of the model path)."""
+    likeness: str
+    """Engines of one likeness say the same of the same bytes: all that may change an answer, in one text."""
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
@@ -78,16 +81,6 @@ class InstallReport:
     """Names of the layout that the engine's loader accepted."""
     load_seconds: float
     cache_seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class CanaryReport:
-    """A fixed prompt run through the new weights. All values are finite, else the engine raises CanaryFailed."""
-
-    prompt_logprobs: tuple[float, ...]
-    """Entry i belongs to prompt token i + 1; natural log."""
-    tokens: tuple[int, ...]
-    """A few greedily decoded tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,8 +150,8 @@ class Engine(Protocol):
         """
         ...
 
-    async def canary(self) -> CanaryReport:
-        """Run the fixed prompt (the scheduler runs meanwhile, and is stopped again before this returns).
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
+        """Run a prompt, or the fixed one (the scheduler runs meanwhile, and is stopped again before this returns).
 
         Raises CanaryFailed if a logprob is not finite or the reply is short.
         """

@@ -7,19 +7,30 @@ memory the proof waits for the KV cache, and the gate for the proof.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+import structlog
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
+from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import Residency, Timings
-from controlplane.core.errors import EngineDied, WeightplaneError
-from engine_agent.engine import CanaryReport, InstallReport
+from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
+from controlplane.core.pauses import PauseMode
+from engine_agent.engine import InstallReport
 from engine_agent.receivers import Receiver
 
 if TYPE_CHECKING:
     from engine_agent.life import EngineLife
+
+
+log = structlog.get_logger(__name__)
+
+NAMES_SHOWN = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +40,7 @@ class Applied:
     report: InstallReport
     changed_tensors: int | None
     """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
-    canary: CanaryReport | None
+    canary: Canary | None
     """None: put off until its KV cache is resident."""
     timings: Timings
     content_digest: bytes
@@ -42,25 +53,44 @@ class Install:
         self._life = life
         self._receiver = receiver
         self._update = update
+        self._pause = update.pause or life.pause
 
     async def run(self) -> None:
         """Raises InstallFailed, InstallTimedOut, CanaryFailed, EngineDied, and what kept it from standing still."""
         failpoints.hit("engine.before_install")
+        wait = await self._let_finish()
         quiesce = await self._stand_still()
         report = await self._put_in()
         speaks = self._life.core.state.residency is Residency.AWAKE
         canary, seconds = await self._prove() if speaks else (None, 0.0)  # put off until there is a KV cache
         failpoints.hit("engine.after_install")
-        timings = Timings(quiesce, report.load_seconds, report.cache_seconds, seconds)
+        timings = Timings(quiesce, report.load_seconds, report.cache_seconds, seconds, wait)
         update = self._update
         changed = self._life.note_checksums(update)
         self._life.applied(update, self._receiver, Applied(report, changed, canary, timings, update.content_digest))
 
+    async def _let_finish(self) -> float:
+        """Seconds that requests were given to end by themselves; nobody enters meanwhile, since the update holds the
+        gate. Those that took longer are named."""
+        if self._pause.mode is not PauseMode.WAIT:
+            return 0.0
+        began = time.monotonic()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._pause.wait_seconds):
+                await self._life.requests.none_left()
+        if self._life.requests.names:
+            log.warning(
+                "requests_took_longer", requests=self._life.requests.names[:NAMES_SHOWN], pause=str(self._pause)
+            )
+        return time.monotonic() - began
+
     async def _stand_still(self) -> float:
         """Seconds until no forward pass ran and every token was with its consumer (INV-11)."""
-        began = time.monotonic()
+        began, pause = time.monotonic(), self._pause
         await self._life.stop_scheduler()
         await self._life.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+        if (pause.fallback if pause.mode is PauseMode.WAIT else pause.mode) is PauseMode.ABORT:
+            self._life.requests.abort(why="updating")
         return time.monotonic() - began
 
     async def _put_in(self) -> InstallReport:
@@ -69,19 +99,32 @@ class Install:
         failpoints.hit("engine.mid_install")
         return await self._life.engine.install(staged)
 
-    async def _prove(self) -> tuple[CanaryReport, float]:
+    async def _prove(self) -> tuple[Canary, float]:
         """What the canary said, and how long it took."""
         began = time.monotonic()
-        return await self._life.engine.canary(), time.monotonic() - began
+        return await _spoken(self._life, self._update.version.label, self._update.reference), time.monotonic() - began
 
 
 async def prove_at_last(life: EngineLife) -> None:
     """The canary of a version that was installed without a KV cache; the gate is shut meanwhile. Raises EngineDied."""
+    applied = life.core.state.applied
     try:
-        await life.engine.canary()
+        said = await _spoken(life, applied.label if applied else "unset", life.owed_reference)
     except EngineDied:
         raise
     except WeightplaneError as error:
         life.disproven(error)
     else:
-        life.apply(events.Proven())
+        life.apply(events.Proven(said))
+
+
+async def _spoken(life: EngineLife, label: str, reference: CanaryReference | None) -> Canary:
+    """What it says of its weights, compared with what the trainer said where it did. Raises CanaryFailed."""
+    said = await life.engine.canary()
+    if reference is None:
+        return said
+    again = await life.engine.canary(reference.prompt_token_ids)
+    problem = reference.disagreement(again.prompt_logprobs)
+    if problem:
+        raise CanaryFailed(life.core.state.engine_id, label, problem)
+    return replace(said, by_reference=True)

@@ -19,7 +19,8 @@ import structlog
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
 from controlplane.core import engine_sleep
-from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Life, Poisoned, Residency
+from controlplane.core.canary import CanaryReference
+from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned, Residency
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -27,12 +28,14 @@ from controlplane.core.errors import (
     InstallTimedOut,
     WeightplaneError,
 )
+from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.installing import Applied, Install, prove_at_last
 from engine_agent.kept_base import BaseKeeper
+from engine_agent.progress import Progress
 from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
 from engine_agent.remembered import Memory, Remembered
@@ -40,8 +43,6 @@ from engine_agent.requests import Requests
 
 log = structlog.get_logger(__name__)
 
-PROBE_SECONDS = 1.0
-"""Between two round trips through the engine: one that dies while nobody asks it anything is noticed in this time."""
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""
 
@@ -49,8 +50,12 @@ MAX_OUTCOMES = 16
 class EngineLife:
     """One incarnation. `state` is watched by the session, the services and the gate; `number` is the life's."""
 
-    def __init__(self, initial: EngineState, engine: Engine, memory: Memory, *, deltas: bool = False) -> None:
-        """`deltas`: the bytes of what it holds are kept, and deltas to them taken."""
+    def __init__(
+        self, initial: EngineState, engine: Engine, memory: Memory, *, deltas: bool = False, pause: PausePolicy = KEEP
+    ) -> None:
+        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `pause`: of installs, unless their
+        writers say how."""
+        self.pause = pause
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
         self.core = core.EngineCore(
@@ -62,6 +67,8 @@ class EngineLife:
         self.engine = engine
         self.facts: EngineFacts | None = None
         self.state: Latest[EngineState] = Latest(initial)
+        self.owed_reference: CanaryReference | None = None
+        """What the canary that was put off last is to be compared with."""
         self.requests = Requests(engine, self._count, self._disagree)
         self.waiting = 0
         self.base = BaseKeeper(wanted=deltas)
@@ -70,6 +77,7 @@ class EngineLife:
         """Of a life that died asleep: who put it to sleep gave its devices back."""
         self._memory = memory
         self._lock = asyncio.Lock()
+        self.progress = Progress(engine, self._lock.locked, self._stalled)
         self._power = asyncio.Lock()
         self._scheduler_runs = True
         self._next_stream = 0
@@ -96,12 +104,15 @@ class EngineLife:
     async def _probe(self) -> None:
         """INV-10: an engine that is gone is not left routable until somebody asks it for tokens."""
         try:
-            while True:
-                await asyncio.sleep(PROBE_SECONDS)
-                await self.engine.probe()
+            await self.progress.watch()
         except WeightplaneError as error:
             async with self._lock:  # an install under way says first what became of it
                 self._die(str(error))
+
+    def _stalled(self, stalled: bool) -> None:
+        """INV-10: what shows no progress is not routed to; who is in may go on to the end."""
+        log.warning("engine_stalled" if stalled else "engine_answers")
+        self.apply(events.HoldChanged(Hold(HoldKind.STALLED, self.core.state.engine_id), present=stalled))
 
     def _die(self, cause: str) -> None:
         """This life cannot go on; whoever runs it ends it."""
@@ -253,7 +264,11 @@ class EngineLife:
     def applied(self, update: events.Update, receiver: Receiver, found: Applied) -> None:
         """INV-1: the version is claimed in the step that finished, with what the install found out beside it."""
         self._applied[update.update_id] = found
-        self.apply((events.CanaryPassed if found.canary else events.CanaryDeferred)(found.timings))
+        if found.canary is None:
+            self.owed_reference = update.reference
+            self.apply(events.CanaryDeferred(found.timings, found.changed_tensors))
+        else:
+            self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
         if self.base.take(update, receiver):
             del self._receivers[update.stream]
         log.info(

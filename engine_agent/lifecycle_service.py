@@ -13,8 +13,8 @@ import structlog
 from controlplane import stacks
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind
-from controlplane.core.errors import InvalidRequest, UnsupportedByEngine, WrongIncarnation, WrongRun
-from controlplane.rpc.codec import seconds_from_proto, stacks_to_proto
+from controlplane.core.errors import UnsupportedByEngine, WrongIncarnation, WrongRun
+from controlplane.rpc.codec import pause_from_proto, stacks_to_proto
 from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
 from engine_agent import commands
 from engine_agent.life import EngineLife, EngineLifeHolder
@@ -31,21 +31,6 @@ _Command = (
     | lifecycle_pb2.AbortRequestsRequest
     | lifecycle_pb2.FlushCacheRequest
 )
-_MODES = {
-    lifecycle_pb2.PAUSE_MODE_UNSPECIFIED: commands.PauseMode.KEEP,
-    lifecycle_pb2.PAUSE_MODE_KEEP: commands.PauseMode.KEEP,
-    lifecycle_pb2.PAUSE_MODE_ABORT: commands.PauseMode.ABORT,
-    lifecycle_pb2.PAUSE_MODE_WAIT: commands.PauseMode.WAIT,
-}
-
-
-def _how(request: lifecycle_pb2.PauseGenerationRequest) -> commands.Pause:
-    mode, fallback = _MODES[request.mode], _MODES[request.fallback]
-    if fallback is commands.PauseMode.WAIT:
-        raise InvalidRequest(field="fallback", problem="what follows a wait is KEEP or ABORT")
-    limit = request.HasField("wait_limit")
-    wait = seconds_from_proto(request.wait_limit) if limit else commands.DEFAULT_WAIT_SECONDS
-    return commands.Pause(request.owner, mode, wait, fallback)
 
 
 def status_of(life: EngineLife) -> engine_pb2.EngineStatus:
@@ -70,7 +55,7 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         self, request: lifecycle_pb2.PauseGenerationRequest, context: Any
     ) -> lifecycle_pb2.PauseGenerationResponse:
         life = self._fenced(request)
-        aborted = await commands.pause(life, _how(request))
+        aborted = await commands.pause(life, request.owner, pause_from_proto(request))
         return lifecycle_pb2.PauseGenerationResponse(status=status_of(life), aborted_requests=aborted)
 
     async def ResumeGeneration(

@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 import xxhash
 
 from controlplane import failpoints
+from controlplane.core.canary import Canary
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
 from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
 from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
-    CanaryReport,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -112,6 +112,7 @@ class MemoryEngine:
             vocab_size=self._settings.vocab_size,
             max_model_len=self._settings.max_model_len,
             max_logprobs=0,
+            likeness=f"memory, vocabulary {self._settings.vocab_size}",
             max_requests=self._settings.max_requests,
             expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
             capabilities=frozenset(
@@ -204,15 +205,14 @@ class MemoryEngine:
         self._need("kv", what="a cache")
         self.cleared += 1
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         self._need("weights", "kv", what="a canary")
-        tokens = tuple(
-            token_of(self._weights, CANARY_PROMPT, i, self._settings.vocab_size) for i in range(CANARY_TOKENS)
-        )
-        logprobs = tuple(self._logprob(t) for t in CANARY_PROMPT[1:])
+        said, vocab = tuple(prompt or CANARY_PROMPT), self._settings.vocab_size
+        tokens = tuple(token_of(self._weights, said, i, vocab) for i in range(CANARY_TOKENS))
+        logprobs = tuple(score_of(self._weights, said, i) for i in range(1, len(said)))
         if not all(math.isfinite(p) for p in logprobs):
             raise CanaryFailed(self._engine_id, self._label, "a logprob is not finite")
-        return CanaryReport(logprobs, tokens)
+        return Canary(logprobs, tokens)
 
     async def resume(self) -> None:
         self._need("weights", "kv", what="a scheduler")

@@ -119,6 +119,11 @@ class Requests:
     def __len__(self) -> int:
         return len(self._live)
 
+    @property
+    def names(self) -> list[str]:
+        """What their callers call those that are here."""
+        return [request.name for request in self._live.values()]
+
     async def none_left(self) -> None:
         """Wait until there is none."""
         await self._none.wait()

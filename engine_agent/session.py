@@ -29,12 +29,12 @@ from controlplane.core.errors import (
 from controlplane.core.versions import ModelName, Term
 from controlplane.devices import host_id
 from controlplane.rpc.channels import open_channel
-from controlplane.rpc.codec import commit_from_proto, seconds_from_proto, version_from_proto
+from controlplane.rpc.codec import commit_from_proto, engine_ref, seconds_from_proto, version_from_proto
 from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
 from engine_agent.life import EngineLife
 from engine_agent.lifecycle_service import status_of
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, weight_update_pb2
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, version_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -139,6 +139,9 @@ class Session:
         for model in state.models:
             if model.model == mine:
                 served = frozenset(version_from_proto(v) for v in model.served)
+                for doubted in model.doubted:
+                    if doubted.engine == _ref(self._life):
+                        self._life.apply(events.Doubted(version_from_proto(doubted.version), doubted.cause))
                 commits = tuple(commit_from_proto(c) for c in model.commits)
                 self._life.apply(events.FleetChanged(coordinator_term, Term(model.term), served, commits))
 
@@ -182,5 +185,10 @@ class Session:
             unit_size=self._member.unit_size,
             life=life.number,
             transports=self._member.transports,
+            likeness=facts.likeness,
             max_requests=facts.max_requests,
         )
+
+
+def _ref(life: EngineLife) -> version_pb2.EngineRef:
+    return engine_ref(life.core.state.engine_id, life.core.state.incarnation)

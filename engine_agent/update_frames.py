@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
+from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import Held, KeptBase
 from controlplane.core.errors import FrameInvalid
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
-from controlplane.rpc.codec import version_from_proto, version_to_proto
-from controlplane.rpc.engine_codec import timings_to_proto
+from controlplane.rpc.codec import pause_from_proto, version_from_proto, version_to_proto
+from controlplane.rpc.engine_codec import canary_to_proto, reference_from_proto, timings_to_proto
 from engine_agent.installing import Applied
 from engine_agent.receivers import Buffer
 from engine_agent.receivers.links import LinkPlace
@@ -40,6 +41,8 @@ def opened(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | 
         base=_base(message.manifest),
         engine_id=EngineId(message.engine.engine_id),
         kept=kept,
+        reference=_reference(message.manifest),
+        pause=pause_from_proto(message.pause) if message.HasField("pause") else None,
     )
 
 
@@ -48,6 +51,17 @@ def _base(manifest: weight_update_pb2.Manifest) -> Held | None:
     if not manifest.HasField("base"):
         return None
     return Held(version_from_proto(manifest.base.version), manifest.base.content_digest)
+
+
+def _reference(manifest: weight_update_pb2.Manifest) -> CanaryReference | None:
+    """Raises FrameInvalid: nothing could be compared with it."""
+    if not manifest.HasField("reference"):
+        return None
+    reference = reference_from_proto(manifest.reference)
+    problem = reference.problem()
+    if problem:
+        raise FrameInvalid("Manifest", "reference", problem)
+    return reference
 
 
 def link_place(message: weight_update_pb2.UpdateOpen) -> LinkPlace:
@@ -123,13 +137,7 @@ def applied(version: WeightVersion, applied: Applied) -> Response:
         content_digest=applied.content_digest,
         changed_tensors=applied.changed_tensors,
         timings=timings_to_proto(applied.timings),
-        canary=_canary(applied),
+        canary=None if applied.canary is None else canary_to_proto(applied.canary),
+        tensor_count=applied.report.loaded_tensors,
     )
     return Response(applied=message)
-
-
-def _canary(applied: Applied) -> weight_update_pb2.Canary | None:
-    """None: the engine has no KV cache yet, and speaks when it has one."""
-    if applied.canary is None:
-        return None
-    return weight_update_pb2.Canary(prompt_logprobs=applied.canary.prompt_logprobs, tokens=applied.canary.tokens)

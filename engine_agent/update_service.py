@@ -26,6 +26,7 @@ from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from engine_agent import update_frames as frames
 from engine_agent.engine import StagedWeights
+from engine_agent.entry import check_ids
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.receivers import (
     DEFAULT_TRANSPORTS,
@@ -124,6 +125,7 @@ class _Attempt:
         version = version_from_proto(opened.version)
         self._rules.check(self._life.core.state.engine_id, opened.transport)
         event = frames.opened(self._stream, opened, self._life.base.account)
+        self._check_reference(event)
         accept = _only(events.Accept, self._life.apply(event))
         self.update_id = opened.update_id
         if not accept.attached and opened.transport == weight_update_pb2.TRANSPORT_CHECKPOINT:
@@ -141,6 +143,16 @@ class _Attempt:
             async for response in self._receive(version):
                 yield response
         yield frames.applied(version, await self._life.outcome(UpdateId(opened.update_id)))
+
+    def _check_reference(self, event: events.Opened) -> None:
+        """Raises InvalidRequest: the engine could not be asked that. Before anything is touched."""
+        facts, reference = self._life.facts, event.reference
+        if facts is None or reference is None:
+            return
+        check_ids("manifest.reference", reference.prompt_token_ids, facts.vocab_size)
+        if len(reference.prompt_token_ids) >= facts.max_model_len:
+            problem = f"{len(reference.prompt_token_ids)} tokens of an engine's {facts.max_model_len} leave no room"
+            raise e.InvalidRequest("manifest.reference", problem)
 
     async def _open_frame(self) -> weight_update_pb2.UpdateOpen:
         frame = await self._reader.next()

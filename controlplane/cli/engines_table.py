@@ -44,7 +44,8 @@ def engines_json(view: operator_pb2.FleetView) -> dict[str, Any]:
 
 
 def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableType:
-    table = new_table("ENGINE", "STATE", "APPLIED", "DESIRED", "REFUSED", "GROUP", "UNIT", "FROM CHECKPOINT")
+    names = ("ENGINE", "STATE", "APPLIED", "DESIRED", "VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT")
+    table = new_table(*names, "FROM CHECKPOINT")
     for engine in engines:
         word = state_word(engine)
         refused = engine.status.refused
@@ -54,12 +55,24 @@ def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableTyp
             Text(word, style=STYLES.get(word, "")),
             applied_word(engine),
             version_text(engine.desired) if engine.HasField("desired") else "nothing yet",
+            verification_word(engine) or "",
+            _changed(engine),
             f"{version_text(refused.version)} ({refused.reason})" if _refused(engine) else "",
             engine.group,
             engine.unit,
             engine.catch_up,
         )
     return table
+
+
+def _changed(engine: operator_pb2.EngineView) -> Text:
+    """Tensors that its last update changed, of how many; none at all is suspicious."""
+    update = engine.status.update
+    if not engine.known or not update.HasField("changed_tensors"):
+        return Text()
+    return Text(
+        f"{update.changed_tensors} of {update.tensor_count}", style="" if update.changed_tensors else "bold yellow"
+    )
 
 
 def _conditions_table(engines: Sequence[operator_pb2.EngineView], now: float) -> RenderableType:
@@ -113,6 +126,8 @@ def _engine_json(engine: operator_pb2.EngineView) -> dict[str, Any]:
         "applied": _version(status.applied) if known and status.HasField("applied") else None,
         "desired": _version(engine.desired) if engine.HasField("desired") else None,
         "refused": _refusal_json(status.refused) if _refused(engine) else None,
+        "verification": verification_word(engine),
+        "update": _update_json(status.update) if known and status.HasField("update") else None,
         "catch_up": engine.catch_up or None,
         "report_time": _time(engine.report_time),
         "conditions": [
@@ -134,6 +149,30 @@ def _refusal_json(refused: engine_pb2.Refusal) -> dict[str, Any]:
         "reason": refused.reason,
         "message": refused.message,
         "time": _time(refused.time),
+    }
+
+
+def verification_word(engine: operator_pb2.EngineView) -> str | None:
+    """By what its weights were found right; None where it was brought none, or nobody knows what it holds."""
+    if not engine.known or not engine.status.HasField("canary"):
+        return None
+    return engine_pb2.Verification.Name(engine.verification).removeprefix("VERIFICATION_").lower()
+
+
+def _update_json(update: engine_pb2.UpdateProgress) -> dict[str, Any]:
+    """`pause_seconds`: how long generation stood still, by part; once applied."""
+    return {
+        "update_id": update.update_id,
+        "version": _version(update.version),
+        "stage": engine_pb2.UpdateStage.Name(update.stage).removeprefix("UPDATE_STAGE_").lower(),
+        "changed_tensors": update.changed_tensors if update.HasField("changed_tensors") else None,
+        "tensor_count": update.tensor_count,
+        "pause_seconds": {
+            part: getattr(update.timings, part).ToNanoseconds() / 1e9
+            for part in ("quiesce", "install", "caches", "canary", "wait")
+        }
+        if update.HasField("timings")
+        else None,
     }
 
 

@@ -29,6 +29,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
 from controlplane.rpc.metrics import serve_metrics
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
+from controlplane.supervision import Supervisor
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -115,9 +116,12 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
     publisher = asyncio.create_task(hub.publish_forever())
     readiness = asyncio.create_task(_follow_readiness(hub, server))
     signalled = asyncio.create_task(wait_for_signal(stop))
+    supervisor = Supervisor()
+    feeding = asyncio.create_task(supervisor.feed(lambda: hub.ticks))
     log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
     if settings.address_file is not None:
         _publish(settings.address_file, server.address)
+    supervisor.ready(f"run {settings.run_id}, term {hub.core.term}, at {server.address}")
     try:
         ends: set[asyncio.Future[Any]] = {ticker, publisher, signalled, hub.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -129,7 +133,8 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
                 task.result()
         return ExitCode.OK
     finally:
-        for task in (ticker, publisher, readiness, signalled):
+        supervisor.stopping()
+        for task in (ticker, publisher, readiness, signalled, feeding):
             task.cancel()
 
 

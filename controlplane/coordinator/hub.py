@@ -96,6 +96,8 @@ class Hub:
         self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
         self._routes: dict[ModelName, Latest[fleet_pb2.WatchRoutesResponse]] = {}
         self._next_session = 0
+        self.ticks = 0
+        """Ticks that went through the core and the ledger: what its watchdog is fed from."""
         self._handled_at = time.monotonic()
         for update in core.updates.values():
             self._publish_update(update)
@@ -142,6 +144,7 @@ class Hub:
         while True:
             await asyncio.sleep(interval_seconds)
             await self.handle(Tick())
+            self.ticks += 1
 
     async def publish_forever(self) -> None:
         """Views and routes, once for all events that came close together. Between two events, so that nothing is shown

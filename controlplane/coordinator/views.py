@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
+from controlplane.core.canary import Verification
 from controlplane.core.fleet import FleetCore
+from controlplane.core.fleet_book import Doubt
+from controlplane.core.fleet_doubts import verification
 from controlplane.core.fleet_preview import Preview
 from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
 from controlplane.core.names import natural_key
@@ -20,6 +23,7 @@ from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 T = TypeVar("T")
 COMMITS_TOLD = 8
 """To agents, in each state; they remember those before."""
+VERIFICATIONS = {v: engine_pb2.Verification.Value(f"VERIFICATION_{v.name}") for v in Verification}
 _PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
 
 
@@ -32,11 +36,18 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
             served=[version_to_proto(v) for v in core.served_to(session, name)],
             ordinal=m.ordinal,
             frozen=m.frozen,
+            doubted=[_doubted(n, d) for n, d in sorted(core.doubts.items()) if core.engines[n].state.model == name],
             commits=[commit_to_proto(c) for c in m.commits.latest[-COMMITS_TOLD:]],
         )
         for name, m in sorted(core.models.items())
     ]
     return fleet_pb2.FleetState(revision=core.revision, models=models)
+
+
+def _doubted(name: EngineId, doubt: Doubt) -> fleet_pb2.DoubtedEngine:
+    return fleet_pb2.DoubtedEngine(
+        engine=engine_ref(name, doubt.incarnation), version=version_to_proto(doubt.version), cause=doubt.cause[:1024]
+    )
 
 
 def routes(core: FleetCore, model: ModelName, revision: int) -> fleet_pb2.WatchRoutesResponse:
@@ -165,6 +176,9 @@ def _outcome(outcome: Outcome) -> fleet_pb2.EngineOutcome:
         error_reason=outcome.error_reason,
         error_message=outcome.error_message,
         awaited=outcome.awaited,
+        changed_tensors=outcome.changed_tensors,
+        tensor_count=outcome.tensor_count,
+        verification=VERIFICATIONS[outcome.verification],
     )
 
 
@@ -185,6 +199,7 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
         group=record.place.group,
         unit=record.place.unit,
         catch_up="" if carry is None else carry.update_id,
+        verification=VERIFICATIONS[verification(core, record.state)],
     )
 
 

@@ -27,6 +27,7 @@ from controlplane.core.engine_events import (
     CommitArrived,
     Died,
     Disproven,
+    Doubted,
     DropStaged,
     Effect,
     EndStream,
@@ -64,7 +65,6 @@ from controlplane.core.engine_state import (
     Progress,
     Refusal,
     Stage,
-    Timings,
     Unset,
     Weights,
 )
@@ -204,6 +204,8 @@ class EngineCore:
             layout_digest=event.layout_digest,
             by_coordinator=event.by_coordinator,
             base=None if event.base is None else event.kept,
+            reference=event.reference,
+            pause=event.pause,
         )
         layout = self._layouts.get(event.layout_digest)
         if layout is not None:
@@ -400,23 +402,24 @@ class EngineCore:
 
     def _canary_passed(self, event: CanaryPassed) -> list[Effect]:
         """INV-1: set in the step that finished, to that manifest's version."""
-        return self._applied(event.timings, unproven=False)
+        return self._applied(event)
 
     def _canary_deferred(self, event: CanaryDeferred) -> list[Effect]:
         """The same, but the gate stays shut until the canary spoke: nothing was ever served that it did not hear."""
-        return self._applied(event.timings, unproven=True)
+        return self._applied(event)
 
-    def _applied(self, timings: Timings, *, unproven: bool) -> list[Effect]:
+    def _applied(self, event: CanaryPassed | CanaryDeferred) -> list[Effect]:
         update = self._installing()
         if update.version.number >= self._highest_applied:  # a catch-up may bring what was applied before
             self._highest_applied = update.version.number
             self._digest_of_highest = update.content_digest
         self.number = max(self.number, update.version.number)
         self._end_install(update, Held(update.version, update.content_digest))
-        if unproven:
+        self.state = replace(self.state, canary=event.canary if isinstance(event, CanaryPassed) else None)
+        if isinstance(event, CanaryDeferred):
             hold = Hold(HoldKind.UNPROVEN, update.update_id)
             self.state = replace(self.state, holds=self.state.holds | {hold})
-        self._progress(update, Stage.APPLIED, timings=timings)
+        self._progress(update, Stage.APPLIED, applied=event)
         return [self._remember(), InstallDecided(update.update_id, None), Report()]
 
     def _install_ended(self, event: InstallEnded) -> list[Effect]:
@@ -447,11 +450,19 @@ class EngineCore:
     def _proven(self, event: Proven) -> list[Effect]:
         """The canary that was put off spoke: nothing but the usual shuts the gate now."""
         unproven = {h for h in self.state.holds if h.kind is HoldKind.UNPROVEN}
+        self.state = replace(self.state, canary=event.canary)
         return self._become(holds=self.state.holds - unproven)
 
     def _disproven(self, event: Disproven) -> list[Effect]:
         """INV-4: bytes were installed, and something is wrong with them: poison, as at any install."""
         return self._become(weights=Poisoned(event.cause))
+
+    def _doubted(self, event: Doubted) -> list[Effect]:
+        """INV-4: equal engines say something else of the same bytes: what this one holds is not that version. Void for
+        what it does not hold any more."""
+        if self.state.applied != event.version:
+            return []
+        return self._spans_disagreed(SpansDisagreed(event.cause))
 
     # ---- holds and counts ----
 
@@ -514,7 +525,8 @@ class EngineCore:
         poison = Hold(HoldKind.POISONED, self.state.engine_id)
         others = frozenset(h for h in self.state.holds if h.kind is not HoldKind.UNPROVEN)
         holds = others | {poison} if isinstance(weights, Poisoned) else others - {poison}
-        self.state = replace(self.state, weights=weights, holds=holds)
+        canary = self.state.canary if weights == self.state.weights else None
+        self.state = replace(self.state, weights=weights, holds=holds, canary=canary)
 
     def _progress(
         self,
@@ -524,7 +536,7 @@ class EngineCore:
         *,
         reason: str = "",
         message: str = "",
-        timings: Timings | None = None,
+        applied: CanaryPassed | CanaryDeferred | None = None,
     ) -> None:
         self.state = replace(
             self.state,
@@ -535,7 +547,9 @@ class EngineCore:
                 bytes_received=update.assembly.byte_count if update.assembly else 0,
                 error_reason=error.reason if error else reason,
                 error_message=str(error) if error else message,
-                timings=timings,
+                timings=None if applied is None else applied.timings,
+                changed_tensors=None if applied is None else applied.changed_tensors,
+                tensor_count=len(update.assembly.layout.tensors) if applied is not None and update.assembly else 0,
             ),
         )
 
@@ -565,6 +579,7 @@ _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     Disproven: EngineCore._disproven,
     InstallEnded: EngineCore._install_ended,
     SpansDisagreed: EngineCore._spans_disagreed,
+    Doubted: EngineCore._doubted,
     HoldChanged: EngineCore._hold_changed,
     SleepRequested: EngineCore._sleep_requested,
     WakeRequested: EngineCore._wake_requested,

@@ -7,9 +7,11 @@ from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
+from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
+from controlplane.core.pauses import PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
 # ---- events -------------------------------------------------------------------------------------
@@ -42,6 +44,14 @@ class FleetChanged:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubted:
+    """The coordinator says that equal engines, which hold the same bytes, contradict this one's canary."""
+
+    version: WeightVersion
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class Opened:
     """The first frame of a stream; see UpdateOpen."""
 
@@ -63,6 +73,10 @@ class Opened:
     """The engine that the writer means; None: whoever lives as that incarnation."""
     kept: KeptBase | None = None
     """What the agent could apply a delta to."""
+    reference: CanaryReference | None = None
+    """What the trainer says of the same weights."""
+    pause: PausePolicy | None = None
+    """What becomes of the requests in the engine; None: by the engine's own setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +131,10 @@ class CanaryPassed:
     """The last step of an install: the engine holds the version."""
 
     timings: Timings
+    canary: Canary | None = None
+    """What it said of it."""
+    changed_tensors: int | None = None
+    """Tensors whose bytes differ from what was held last; None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,11 +142,16 @@ class CanaryDeferred:
     """The last step of an install without a KV cache: the engine holds the version, and cannot speak yet."""
 
     timings: Timings
+    changed_tensors: int | None = None
+    """As of CanaryPassed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Proven:
     """The canary that was put off passed."""
+
+    canary: Canary | None = None
+    """What it said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +220,7 @@ Event = (
     Started
     | Died
     | FleetChanged
+    | Doubted
     | Opened
     | LayoutArrived
     | ChunkArrived
@@ -332,6 +356,9 @@ class Update:
     assembly: Assembly | None = None
     verified: bool = False
     content_digest: bytes = b""
+    reference: CanaryReference | None = None
+    """What the canary must say too."""
+    pause: PausePolicy | None = None
     held_before: Weights = field(default_factory=Unset)
     unproven_before: Set[Hold] = frozenset()
     quiesced: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
+from controlplane.core.canary import Canary
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, UpdateId, WeightVersion
 
 
@@ -84,9 +85,10 @@ class HoldKind(Enum):
     FINISHING = "finishing"
     UNPROVEN = "unproven"
     """A version was installed without a KV cache; its canary speaks when there is one."""
+    STALLED = "stalled"
 
 
-LETS_FINISH = frozenset({HoldKind.DRAINING, HoldKind.FINISHING})
+LETS_FINISH = frozenset({HoldKind.DRAINING, HoldKind.FINISHING, HoldKind.STALLED})
 """While only these shut a gate, nobody enters, and who is in goes on to the end."""
 
 
@@ -140,6 +142,8 @@ class Timings:
     install: float = 0.0
     caches: float = 0.0
     canary: float = 0.0
+    wait: float = 0.0
+    """Before all that: until the requests in the engine had ended, where they were waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +157,10 @@ class Progress:
     error_reason: str = ""
     error_message: str = ""
     timings: Timings | None = None
+    changed_tensors: int | None = None
+    """Once applied: tensors whose bytes differ from what this engine held last; None at its first."""
+    tensor_count: int = 0
+    """Once applied: tensors of the version."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +187,8 @@ class EngineState:
     residency: Residency = Residency.AWAKE
     holds: frozenset[Hold] = frozenset()
     progress: Progress | None = None
+    canary: Canary | None = None
+    """What it said of the version that it holds; None where it holds none, or loaded it itself."""
     frozen: bool = False
     """It serves the checkpoint that it loaded, as number 0, and takes no update (`initial = serve`)."""
     live_requests: int = 0
@@ -233,6 +243,8 @@ class EngineState:
             return "asleep"
         if self.held_by(HoldKind.DRAINING) is not None:
             return "draining"
+        if self.held_by(HoldKind.STALLED) is not None:
+            return "stalled"
         if self.holds:
             return "held"
         if self.gate_open(served):

@@ -62,6 +62,7 @@ _WEIGHTS = [
     *_rows(Part.WEIGHTS, ev.InstallEnded, WeightsKind.HELD, WeightsKind.UNSET),
     *_rows(Part.WEIGHTS, ev.InstallEnded, WeightsKind.POISONED, WeightsKind.UNSET, WeightsKind.HELD),
     *_rows(Part.WEIGHTS, ev.SpansDisagreed, WeightsKind.POISONED, WeightsKind.UNSET, WeightsKind.HELD),
+    *_rows(Part.WEIGHTS, ev.Doubted, WeightsKind.POISONED, WeightsKind.HELD),
     *_rows(Part.WEIGHTS, ev.SleepRequested, WeightsKind.UNSET, WeightsKind.HELD, WeightsKind.POISONED),
     *_rows(Part.WEIGHTS, ev.Died, WeightsKind.UNSET, WeightsKind.HELD, WeightsKind.POISONED),
     # A frozen model's engine holds what it loaded.

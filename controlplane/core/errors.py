@@ -15,7 +15,7 @@
     │   └── requests       InvalidRequest, EnginePoisoned, EngineNotReady, EngineAsleep, EngineDraining,
     │                      UnsupportedByEngine
     └── Failed             something was tried and did not work; the text says what is true now
-        ├── InstallFailed, InstallTimedOut, CanaryFailed, SpanMismatch, ScoreIncomplete, EngineDied
+        ├── InstallFailed, InstallTimedOut, CanaryFailed, CanaryDisagrees, SpanMismatch, ScoreIncomplete, EngineDied
         └── UpdateFailed, CheckFailed, DeadlineExceeded, PeerLost, LinkFailed, IpcNotPossible, LedgerError
 
 Each class has one `reason` (ErrorInfo.reason on the wire) and its ids and numbers as attributes,
@@ -582,6 +582,17 @@ class InstallTimedOut(Failed):
 class CanaryFailed(Failed):
     reason = "CANARY_FAILED"
     template = "{engine_id}: the canary after the install of {version} failed: {cause}"
+    engine_id: str
+    version: str
+    cause: str
+
+
+@dataclass(eq=False)
+class CanaryDisagrees(Failed):
+    """It holds the bytes that others hold, and says something else: something in it is not what it should be."""
+
+    reason = "CANARY_DISAGREES"
+    template = "{engine_id}: after the install of {version} {cause}"
     engine_id: str
     version: str
     cause: str

@@ -23,7 +23,7 @@ from controlplane.core.fleet_records import (
 from controlplane.core.names import trainer_owner
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
-from controlplane.core.versions import NO_TERM, EngineId, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import NO_TERM, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
 MAX_UPDATES_KEPT = 64
 """Decided updates kept in memory for watchers and people; the ledger has them all."""
@@ -47,6 +47,9 @@ class FleetSettings:
     """How long go waits for an engine that is not required and keeps missing updates."""
     policy: UpdatePolicy = field(default_factory=UpdatePolicy)
     """What an update needs to go and to commit."""
+    canary_tolerance: float = 0.05
+    """Largest difference between log probabilities that equal engines give of one prompt under the same bytes: in
+    bfloat16 up to 0.03 was seen, where one engine had more requests in its batch than another."""
     transport: Transport | None = None
     """Use this transport, where it is possible, whatever the plan would choose."""
     link_fate: LinkFate = LinkFate.SHARED
@@ -81,6 +84,15 @@ Unit = tuple[ModelName, str]
 """Units of two models may have one name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """An engine whose canary equal ones contradict, until it says itself that it holds the version no more."""
+
+    incarnation: Incarnation
+    version: WeightVersion
+    cause: str
+
+
 @dataclass
 class CarryTries:
     """How bringing an engine up to date went so far."""
@@ -113,6 +125,11 @@ class Book:
         self.carries: dict[EngineId, Carry] = {}
         self.carry_tries: dict[EngineId, CarryTries] = {}
         self.carries_made = 0
+        self.doubts: dict[EngineId, Doubt] = {}
+        self.doubted_before: dict[EngineId, int] = {}
+        """How often in a row."""
+        self.agreed: set[EngineId] = set()
+        """Engines whose canary is what a strict majority of equal ones says."""
         self.told: dict[Unit, tuple[WeightVersion, ...]] = {}
         """The served set that a unit's members were told."""
         self._sessions: dict[int, EngineId] = {}

@@ -6,6 +6,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_catch_up import catch_up, forget_carry
+from controlplane.core.fleet_doubts import judge_all
 from controlplane.core.fleet_events import (
     BroadcastState,
     CloseSession,
@@ -125,7 +126,8 @@ def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:
     for update in book.updates.values():  # of other models too: perhaps its earlier life served one
         if not update.phase.final:
             update.note(record.state)
-    return [ViewChanged(), *advance(book, model, now), *catch_up(book, model, now, [record])]
+    doubts = judge_all(book, model, now)  # before anything is decided by what was applied
+    return [ViewChanged(), *doubts, *advance(book, model, now), *catch_up(book, model, now, [record])]
 
 
 def ended(book: Book, record: EngineRecord, now: float, *, goodbye: bool) -> list[Effect]:

@@ -68,6 +68,8 @@ class EnginePlace:
     """Number of this life, by the agent's disk; 0: unknown. Incarnations have no order, lives have."""
     transports: frozenset[Transport] = HOST_MEMORY
     """How bytes can reach it."""
+    likeness: str = ""
+    """Engines of one likeness say the same of the same bytes. Empty: it is like no other."""
     max_requests: int = 0
     """How many requests it runs at once; 0: unknown."""
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from controlplane.core.canary import Verification
 from controlplane.core.engine_state import EngineState, Held, Stage
+from controlplane.core.errors import CanaryDisagrees
 from controlplane.core.plan import Plan
 from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
 
@@ -84,6 +86,11 @@ class Outcome:
     """Not required, but it missed too many updates: go waits for it, within the limit."""
     content_digest: bytes = b""
     """What it holds of this version, once applied."""
+    changed_tensors: int | None = None
+    """Once applied: how many differ from what it held last; None: at its first, or not known."""
+    tensor_count: int = 0
+    verification: Verification = Verification.UNVERIFIED
+    """Once applied: by what it was found to be right, as far as was known then."""
 
     @property
     def ended(self) -> bool:
@@ -181,6 +188,8 @@ class UpdateTransaction:
             return False
         if state.incarnation != old.incarnation:  # L2: another life's word; the one that was asked is gone
             return self._put(_lost(old, "a new incarnation took its place"))
+        if old.error_reason == CanaryDisagrees.reason:  # what it says of it from now on is that it heeded that
+            return False
         progress = state.progress
         if progress is None or progress.update_id != self.update_id:  # another update came to it meanwhile
             return old.applied and self._put(self._applied(old, state))
@@ -190,6 +199,8 @@ class UpdateTransaction:
             lost=False,
             error_reason=progress.error_reason,
             error_message=progress.error_message,
+            changed_tensors=progress.changed_tensors,
+            tensor_count=progress.tensor_count,
         )
         return self._put(self._applied(outcome, state) if progress.stage is Stage.APPLIED else outcome)
 
@@ -203,7 +214,23 @@ class UpdateTransaction:
             other = f"it holds {digest.hex()[:12]}, others hold {known.hex()[:12]}"
             return replace(outcome, stage=Stage.FAILED, error_reason="VERSION_CONFLICT", error_message=other)
         self.content_digest = digest
-        return replace(outcome, content_digest=digest)
+        by_reference = state.canary is not None and state.canary.by_reference
+        verification = Verification.REFERENCE if by_reference else outcome.verification
+        return replace(outcome, content_digest=digest, verification=verification)
+
+    def doubt(self, engine_id: EngineId, error: CanaryDisagrees) -> bool:
+        """It applied, and equal engines contradict it. True if it changed an outcome."""
+        old = self.outcomes.get(engine_id)
+        if old is None or not old.applied:
+            return False
+        doubted = replace(old, stage=Stage.FAILED, error_reason=error.reason, error_message=str(error))
+        return self._put(doubted)
+
+    def agree(self, engine_id: EngineId) -> None:
+        """Most of the equal engines say what this one says."""
+        old = self.outcomes.get(engine_id)
+        if old is not None and old.applied and old.verification is Verification.UNVERIFIED:
+            self._put(replace(old, verification=Verification.MAJORITY))
 
     def lose(self, engine_id: EngineId, cause: str) -> bool:
         """An engine fell silent for too long, also one that had applied. True if it changed an outcome."""

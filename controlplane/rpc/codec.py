@@ -12,13 +12,15 @@ from google.protobuf.duration_pb2 import Duration
 from google.protobuf.json_format import MessageToDict, ParseDict
 from google.protobuf.struct_pb2 import Struct
 
+from controlplane.core.errors import InvalidRequest
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import MODEL_ONLY, DType, Layout, Target, TargetKind, TensorSpec, Tie
+from controlplane.core.pauses import DEFAULT_WAIT_SECONDS, PauseMode, PausePolicy
 from controlplane.core.pins import ANY, Pin
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, Term, WeightVersion
 from controlplane.stacks import Stacks
-from weightplane.v1 import fleet_pb2, layout_pb2, lifecycle_pb2, rollout_pb2, version_pb2, weight_update_pb2
+from weightplane.v1 import fleet_pb2, layout_pb2, lifecycle_pb2, pause_pb2, rollout_pb2, version_pb2, weight_update_pb2
 
 LAYOUT_PART_BYTES = 1_000_000
 """Largest layout part, estimated before encoding; well below the message limit."""
@@ -45,6 +47,31 @@ def commit_to_proto(commit: FleetCommit) -> fleet_pb2.FleetCommit:
 
 def commit_from_proto(message: fleet_pb2.FleetCommit) -> FleetCommit:
     return FleetCommit(version_from_proto(message.version), message.ordinal)
+
+
+_PAUSES = {mode: pause_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.name}") for mode in PauseMode}
+_PAUSES_BACK = {v: k for k, v in _PAUSES.items()}
+
+
+def pause_to_proto(policy: PausePolicy) -> pause_pb2.PausePolicy:
+    return pause_pb2.PausePolicy(
+        mode=_PAUSES[policy.mode],
+        wait_limit=seconds_to_proto(policy.wait_seconds),
+        fallback=_PAUSES[policy.fallback],
+    )
+
+
+def pause_from_proto(
+    message: pause_pb2.PausePolicy | lifecycle_pb2.PauseGenerationRequest,
+) -> PausePolicy:
+    """Raises InvalidRequest: it cannot be meant."""
+    limit = seconds_from_proto(message.wait_limit) if message.HasField("wait_limit") else DEFAULT_WAIT_SECONDS
+    policy = PausePolicy(
+        _PAUSES_BACK.get(message.mode, PauseMode.KEEP), limit, _PAUSES_BACK.get(message.fallback, PauseMode.KEEP)
+    )
+    if policy.problem:
+        raise InvalidRequest("pause", policy.problem)
+    return policy
 
 
 def pin_to_proto(pin: Pin) -> rollout_pb2.Pin | None:

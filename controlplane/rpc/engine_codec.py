@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.conditions import Condition
 from controlplane.core.engine_state import (
     EngineState,
@@ -63,6 +64,8 @@ def state_to_proto(state: EngineState, served: frozenset[WeightVersion]) -> engi
         frozen=state.frozen,
     )
     _weights_to_proto(state.weights, message)
+    if state.canary is not None:
+        message.canary.CopyFrom(canary_to_proto(state.canary))
     ordered = sorted(state.holds, key=lambda h: (h.kind.value, h.owner))
     message.holds.extend(engine_pb2.Hold(kind=_HOLDS[h.kind], owner=h.owner) for h in ordered)
     if state.progress is not None:
@@ -84,6 +87,7 @@ def state_from_proto(message: engine_pb2.EngineStatus) -> EngineState:
         live_requests=message.live_requests,
         waiting_requests=message.waiting_requests,
         residency=_RESIDENCIES_BACK[message.residency],
+        canary=_canary_from_proto(message.canary) if message.HasField("canary") else None,
         frozen=message.frozen,
     )
 
@@ -134,7 +138,30 @@ def timings_to_proto(timings: Timings) -> weight_update_pb2.InstallTimings:
         install=seconds_to_proto(timings.install),
         caches=seconds_to_proto(timings.caches),
         canary=seconds_to_proto(timings.canary),
+        wait=seconds_to_proto(timings.wait),
     )
+
+
+def canary_to_proto(canary: Canary) -> weight_update_pb2.Canary:
+    return weight_update_pb2.Canary(
+        prompt_logprobs=canary.prompt_logprobs, tokens=canary.tokens, by_reference=canary.by_reference
+    )
+
+
+def _canary_from_proto(message: weight_update_pb2.Canary) -> Canary:
+    return Canary(tuple(message.prompt_logprobs), tuple(message.tokens), message.by_reference)
+
+
+def reference_to_proto(reference: CanaryReference) -> weight_update_pb2.CanaryReference:
+    return weight_update_pb2.CanaryReference(
+        prompt_token_ids=reference.prompt_token_ids,
+        prompt_logprobs=reference.prompt_logprobs,
+        tolerance=reference.tolerance,
+    )
+
+
+def reference_from_proto(message: weight_update_pb2.CanaryReference) -> CanaryReference:
+    return CanaryReference(tuple(message.prompt_token_ids), tuple(message.prompt_logprobs), message.tolerance)
 
 
 def _weights_to_proto(weights: Weights, message: engine_pb2.EngineStatus) -> None:
@@ -169,6 +196,8 @@ def _progress_to_proto(progress: Progress) -> engine_pb2.UpdateProgress:
         bytes_received=progress.bytes_received,
         error_reason=progress.error_reason,
         error_message=progress.error_message[:4096],
+        changed_tensors=progress.changed_tensors,
+        tensor_count=progress.tensor_count,
     )
     if progress.timings is not None:
         message.timings.CopyFrom(timings_to_proto(progress.timings))
@@ -179,7 +208,7 @@ def _progress_from_proto(message: engine_pb2.UpdateProgress) -> Progress:
     timings = None
     if message.HasField("timings"):
         t = message.timings
-        parts = (seconds_from_proto(p) for p in (t.quiesce, t.install, t.caches, t.canary))
+        parts = (seconds_from_proto(p) for p in (t.quiesce, t.install, t.caches, t.canary, t.wait))
         timings = Timings(*parts)
     return Progress(
         update_id=UpdateId(message.update_id),
@@ -189,4 +218,6 @@ def _progress_from_proto(message: engine_pb2.UpdateProgress) -> Progress:
         error_reason=message.error_reason,
         error_message=message.error_message,
         timings=timings,
+        changed_tensors=message.changed_tensors if message.HasField("changed_tensors") else None,
+        tensor_count=message.tensor_count,
     )

@@ -52,6 +52,7 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.RequestRepeated: _C.ALREADY_EXISTS,
     e.RequestConflict: _C.INVALID_ARGUMENT,
     e.VersionUnavailable: _C.FAILED_PRECONDITION,
+    e.CanaryDisagrees: _C.INTERNAL,
     e.VersionChanged: _C.ABORTED,
     e.RequestAborted: _C.ABORTED,
     e.ScoreIncomplete: _C.INTERNAL,

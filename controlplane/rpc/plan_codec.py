@@ -59,6 +59,7 @@ def engine_place_from_proto(hello: fleet_pb2.EngineHello) -> EnginePlace:
         hello.unit_size,
         hello.life,
         _transports(hello.transports),
+        hello.likeness,
         hello.max_requests,
     )
 

@@ -61,7 +61,8 @@ class RunningServer:
 async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server], str]]) -> RunningServer:
     """Bind `listen` (host:port; port 0 for any free one), register services, and serve.
 
-    Each item of `register` adds a servicer and returns its service's full name.
+    Each item of `register` adds a servicer and returns its service's full name. Health says NOT_SERVING until
+    `set_serving`.
 
     Raises:
         PortUnavailable: with the address.
@@ -77,8 +78,10 @@ async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server
         port = server.add_insecure_port(listen)
     except RuntimeError as error:
         raise PortUnavailable(f"cannot listen on {listen}: it is in use, or not an address of this host") from error
+    running = RunningServer(server, health, f"{listen.rpartition(':')[0]}:{port}", names)
+    await running.set_serving(False)  # INV-10: whoever serves says so when it can; an open port is no readiness
     await server.start()
-    return RunningServer(server, health, f"{listen.rpartition(':')[0]}:{port}", names)
+    return running
 
 
 class _Boundary(grpc.aio.ServerInterceptor):

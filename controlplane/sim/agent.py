@@ -59,6 +59,7 @@ class Seat:
             self.unit_size,
             life,
             TRANSPORTS,
+            likeness="simulated",
         )
 
 

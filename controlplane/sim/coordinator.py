@@ -6,7 +6,7 @@ what was not synced, every session and every call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import EngineState
 from controlplane.core.fleet import FleetCore, FleetSettings
+from controlplane.core.fleet_book import Doubt
 from controlplane.core.plan import Plan
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, ModelName, Term, UpdateId, WeightVersion
@@ -38,6 +39,7 @@ class FleetNews:
 
     coordinator_term: Term
     models: tuple[ModelNews, ...]
+    doubts: Mapping[EngineId, Doubt]
 
     def model(self, name: ModelName) -> ModelNews | None:
         return next((m for m in self.models if m.name == name), None)
@@ -234,7 +236,7 @@ class Coordinator(Process):
         models = tuple(
             ModelNews(n, m.term, self.core.served_to(session, n)) for n, m in sorted(self.core.models.items())
         )
-        return FleetNews(self.core.term, models)
+        return FleetNews(self.core.term, models, dict(self.core.doubts))
 
     def _welcome(self, number: int, term: Term) -> None:
         session, news = self.sessions.get(number), self.news(number)

@@ -29,6 +29,7 @@ NOT_HERE = {
     "VERSION_CHANGED": "said of requests that are of one version or of none, which are not modelled",
     "REQUEST_ABORTED": "said of scores, which are not modelled",
     "SCORE_INCOMPLETE": "said of scores, which are not modelled",
+    "CANARY_DISAGREES": "said to people of an outcome; the doubt itself is an event of the engine, which is counted",
     "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }

@@ -29,6 +29,8 @@ class InstallEnding(Enum):
     UNTOUCHED = "untouched"
     TOUCHED = "touched"
     CANARY = "canary"
+    STRANGE = "strange"
+    """It works, and what the engine says of the weights is not what others say of them."""
     TIMED_OUT = "timed out"
     DIED = "died"
 

@@ -101,10 +101,17 @@ class Link:
         if self._life.over or session is None or model is None:
             return
         try:
+            self._doubted(news)
             self._life.apply(ee.FleetChanged(news.coordinator_term, model.term, frozenset(model.served)))
         except e.StaleTerm:
             session.stream.cancel()
             self._again()
+
+    def _doubted(self, news: FleetNews) -> None:
+        state = self._life.core.state
+        doubt = news.doubts.get(state.engine_id)
+        if doubt is not None and doubt.incarnation == state.incarnation:
+            self._life.apply(ee.Doubted(doubt.version, doubt.cause))
 
     # ---- what is said ----
 

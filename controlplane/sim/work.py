@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core.canary import Canary
 from controlplane.core.engine_state import LETS_FINISH, Poisoned, Timings
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.sim.engine import InstallEnding, Turns
@@ -17,6 +18,8 @@ if TYPE_CHECKING:
 
 INSTALL_SECONDS = (0.02, 0.4)
 SLEEP_SECONDS = (0.02, 0.4)
+USUAL, STRANGE = -1.0, -2.0
+"""What a canary says."""
 
 
 class EngineWork:
@@ -90,7 +93,8 @@ class EngineWork:
             error = e.CanaryFailed(self._life.agent.name, str(update.version), "a logprob is not finite")
             self._failed(stream, error, touched=True)
             return
-        self._life.apply(ee.CanaryPassed(Timings()))
+        said = STRANGE if ending is InstallEnding.STRANGE else USUAL
+        self._life.apply(ee.CanaryPassed(Timings(), Canary((said,))))
         self._install_over(stream)
 
     def _failed(self, stream: int, error: e.WeightplaneError, *, touched: bool) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from controlplane.core.errors import DeadlineExceeded, EngineDied
-from engine_agent.vllm.launch import EngineLog, with_log
+from engine_agent.vllm.engine_log import EngineLog, with_log
 
 T = TypeVar("T")
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from engine_agent.engine import CanaryReport
+from controlplane.core.canary import Canary
 
 PROMPT_TOKENS = 16
 DECODED_TOKENS = 4
@@ -35,7 +35,7 @@ def canary_prompt(vocab_size: int, max_model_len: int) -> list[int]:
     return [1 + (i * (vocab_size - 1)) // length for i in range(length)]
 
 
-async def speak(llm: Any, prompt: list[int], decoded: int, resume: Callable[[], Awaitable[None]]) -> CanaryReport:
+async def speak(llm: Any, prompt: list[int], decoded: int, resume: Callable[[], Awaitable[None]]) -> Canary:
     """Run the prompt on a paused engine, which `resume` lets run. Raises CanarySilent.
 
     The request is in the engine's queue before the scheduler runs, else kept requests would take every place.
@@ -61,7 +61,7 @@ async def speak(llm: Any, prompt: list[int], decoded: int, resume: Callable[[], 
         await llm.abort(name)  # of a request that ended by itself nothing is left to abort
 
 
-def _judge(output: Any, prompt: list[int], decoded: int) -> CanaryReport:
+def _judge(output: Any, prompt: list[int], decoded: int) -> Canary:
     choice = output.outputs[0]
     scored = (output.prompt_logprobs or [])[1:]
     tokens = tuple(choice.token_ids)
@@ -72,4 +72,4 @@ def _judge(output: Any, prompt: list[int], decoded: int) -> CanaryReport:
     wrong = [v for v in (*prompt_logprobs, *spoken) if not math.isfinite(v)]
     if wrong:
         raise CanarySilent(f"{len(wrong)} of {len(prompt_logprobs) + len(spoken)} logprobs are not finite", nan=True)
-    return CanaryReport(prompt_logprobs, tokens)
+    return Canary(prompt_logprobs, tokens)

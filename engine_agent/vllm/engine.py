@@ -14,6 +14,7 @@ from typing import Any
 
 import psutil
 
+from controlplane.core.canary import Canary
 from controlplane.core.errors import (
     CanaryFailed,
     DeadlineExceeded,
@@ -28,7 +29,6 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
-    CanaryReport,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -39,9 +39,11 @@ from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
+from engine_agent.vllm.engine_log import EngineLog
 from engine_agent.vllm.install import MIXTURE, Installer
-from engine_agent.vllm.launch import EngineLog, end, launch
-from engine_agent.vllm.processes import kill, own_segments, processes_of, remove
+from engine_agent.vllm.launch import end, launch
+from engine_agent.vllm.leftovers import Leftovers
+from engine_agent.vllm.processes import descendants, kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
 
@@ -54,8 +56,12 @@ DRAIN_POLL_SECONDS = 0.0005
 class VllmEngine:
     """One vLLM engine, one life. Used from one event loop."""
 
-    def __init__(self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False) -> None:
-        """`serve_initial`: it serves the model directory as it is, as number 0."""
+    def __init__(
+        self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False, note: Path | None = None
+    ) -> None:
+        """`serve_initial`: it serves the model directory as it is, as number 0. `note`: file in which its processes are
+        written down while they live, for the next start to sweep."""
+        self._leftovers = Leftovers(note) if note is not None else None
         self._settings = settings
         self._engine_id = engine_id
         self._serve_initial = serve_initial
@@ -74,12 +80,14 @@ class VllmEngine:
         if self._log is not None:
             raise EngineDied(self._engine_id, "an engine has one life; make a new one")
         self._log = EngineLog(self._settings.log_level)
+        if self._leftovers is not None:
+            await asyncio.to_thread(self._leftovers.sweep)
         try:
             tensors = await asyncio.to_thread(read_checkpoint, self._settings.model)
             model = read_model_facts(self._settings.model, tensors)
         except CheckpointError as e:
             raise EngineDied(self._engine_id, str(e)) from e
-        llm = await launch(self._settings, self._engine_id, self._log)
+        llm = await launch(self._settings, self._engine_id, self._log, self._note)
         core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
         self._streams.attach(llm)
         try:
@@ -96,6 +104,7 @@ class VllmEngine:
             vocab_size=config.get_vocab_size(),
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
+            likeness=self._likeness(llm, len(workers)),
             max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
             expected=expected,
             capabilities=self._capabilities(llm),
@@ -123,6 +132,8 @@ class VllmEngine:
         raise UnsupportedByEngine(self._engine_id, "sleep")
 
     async def probe(self) -> None:
+        if self._log is not None:
+            self._log.trim()
         limit = self._settings.install_timeout_seconds + self._settings.call_timeout_seconds
         await self._core.ask(self._core.llm.is_paused(), "probe", limit)
 
@@ -134,6 +145,8 @@ class VllmEngine:
             await end(core.llm, self._settings.shutdown_timeout_seconds)
         await self._kill()
         remove(self._segments)
+        if self._leftovers is not None:
+            self._leftovers.clear()
         if self._log is not None:
             self._log.remove()
 
@@ -181,10 +194,10 @@ class VllmEngine:
         if not await self._installer.clear_caches():
             raise self._core.died("it did not clear its prefix cache while it stood still")
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         core, limit = self._core, self._settings.canary_timeout_seconds
         facts = self._started_facts
-        prompt = canary_prompt(facts.vocab_size, facts.max_model_len)
+        prompt = list(prompt or canary_prompt(facts.vocab_size, facts.max_model_len))
         if len(self._streams):  # requests that run already would keep their places in the batch
             await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
         decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
@@ -223,7 +236,12 @@ class VllmEngine:
         workers = await core.collect("weightplane_facts", limit)
         self._processes = processes_of(sorted(_pids(workers)))
         self._segments = own_segments(self._processes)
+        self._note(descendants())
         return workers
+
+    def _note(self, processes: set[psutil.Process]) -> None:
+        if self._leftovers is not None:
+            self._leftovers.note(processes)
 
     async def _drained(self) -> None:
         while not self._streams.drained:  # noqa: ASYNC110 - vLLM's queues have no event for it
@@ -235,6 +253,14 @@ class VllmEngine:
     def _device_uuids(self, workers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
         found = (w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
         return tuple(device_uuid(text) for text in self._settings.device_uuids or found)
+
+    def _likeness(self, llm: Any, world_size: int) -> str:
+        """What may change an answer beside the weights. The model directory is not in it: all of it is overwritten."""
+        import vllm
+
+        model, device = llm.vllm_config.model_config, llm.vllm_config.device_config.device_type
+        parts = (vllm.__version__, device, model.dtype, model.quantization, world_size)
+        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len)))
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)

@@ -1,109 +1,62 @@
 """Starts vLLM's AsyncLLM without blocking the event loop, and ends its processes for good.
 
-Promises that a start ends by its deadline, one way or the other, with nothing left running after a failure,
-and that its errors carry the engine's last log lines. Construction runs in a thread of its own: it takes 16 to
-34 seconds, and heartbeats go on meanwhile. vLLM starts its background tasks at the first call, so they end up
-on the agent's loop.
+Promises that a start ends by its deadline, or when it shows no sign of life, with nothing left running after a failure;
+that its errors carry the engine's last errors, and the agent's log its last lines. Construction runs in a thread of its
+own: it takes 16 to 34 seconds, and heartbeats go on meanwhile. vLLM starts its background tasks at the first call, so
+they end up on the agent's loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import shutil
-import tempfile
 import threading
+from collections.abc import Callable
 from functools import partial
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
+import structlog
 
 from controlplane.core.errors import EngineDied
 from engine_agent.threads import in_thread
 from engine_agent.vllm import environment
+from engine_agent.vllm.engine_log import EngineLog, with_log
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
+from engine_agent.vllm.starting import Signs, signs_of, started
+
+logger = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-TAIL_LINES = 12
-TAIL_LINE_CHARACTERS = 300
-"""Twelve such lines fit into the metadata of a gRPC error."""
-TAIL_LIMIT_BYTES = 64 * 1024
 WAKE_SECONDS = 0.5
 
 _late: set[asyncio.Future[None]] = set()
 """Engines that came after their start was given up, being ended."""
 
 
-class EngineLog:
-    """Errors of one engine's processes, in a file, so that a failure can be explained."""
-
-    def __init__(self, level: str) -> None:
-        self._directory = Path(tempfile.mkdtemp(prefix="weightplane-vllm-"))
-        self.config = self._directory / "logging.json"
-        self._file = self._directory / "engine.log"
-        self.config.write_text(json.dumps(self._dict_config(level)))
-
-    def tail(self) -> str:
-        """The last messages and exceptions, oldest first, without their stacks; empty if there are none."""
-        try:
-            with self._file.open("rb") as f:
-                f.seek(max(0, self._file.stat().st_size - TAIL_LIMIT_BYTES))
-                text = f.read().decode(errors="replace")
-        except FileNotFoundError:
-            return ""
-        lines = [line[:TAIL_LINE_CHARACTERS] for line in text.splitlines() if not _of_a_stack(line)]
-        return "\n".join(lines[-TAIL_LINES:])
-
-    def remove(self) -> None:
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _dict_config(self, level: str) -> dict[str, Any]:
-        terse = {"format": "%(vllm_process_name)s: %(message)s"}
-        usual = {
-            "class": "vllm.logging_utils.NewLineFormatter",
-            "datefmt": "%m-%d %H:%M:%S",
-            "format": "(%(vllm_process_name)s pid=%(process)d) %(levelname)s %(asctime)s [%(fileinfo)s:%(lineno)d] "
-            "%(message)s",
-        }
-        stream = {"class": "logging.StreamHandler", "formatter": "usual", "stream": "ext://sys.stderr"}
-        file = {
-            "class": "logging.FileHandler",
-            "formatter": "terse",
-            "filename": str(self._file),
-            "level": "ERROR",
-            "delay": True,
-        }
-        return {
-            "version": 1,
-            "disable_existing_loggers": False,
-            "formatters": {"terse": terse, "usual": usual},
-            "handlers": {"stream": stream, "file": file},
-            "loggers": {"vllm": {"handlers": ["stream", "file"], "level": level, "propagate": False}},
-        }
-
-
-def _of_a_stack(line: str) -> bool:
-    return line.startswith((" ", "Traceback (")) or not line
-
-
-async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
-    """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then."""
+async def launch(
+    settings: VllmSettings, engine_id: str, log: EngineLog, note: Callable[[set[psutil.Process]], None]
+) -> Any:
+    """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then. `note` gets its processes meanwhile."""
     if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
         raise EngineDied(engine_id, "the weightplane package is not installed: vLLM would not find its plugin")
     before, given_up = descendants(), threading.Event()
+
+    def look() -> Signs:
+        processes = descendants() - before
+        note(processes)
+        return signs_of(log.size, processes)
+
     construct = partial(_construct, settings, log, given_up)
     attempt = asyncio.ensure_future(in_thread(construct, name="weightplane-vllm-start"))
     try:
-        done, _ = await asyncio.wait({attempt}, timeout=settings.start_timeout_seconds)
-        if done:
+        cause = await started(attempt, look, settings.start_idle_seconds, settings.start_timeout_seconds)
+        if cause is None:
             return attempt.result()
-        cause = f"no engine core within {settings.start_timeout_seconds} s"
     except asyncio.CancelledError:
         given_up.set()
         await _abandon(attempt, before)
@@ -112,12 +65,8 @@ async def launch(settings: VllmSettings, engine_id: str, log: EngineLog) -> Any:
         cause = f"{type(e).__name__}: {e}"
     given_up.set()
     await _abandon(attempt, before)
+    logger.error("engine_not_started", engine_id=engine_id, last_log_lines=log.last_lines())
     raise EngineDied(engine_id, with_log(cause, log))
-
-
-def with_log(cause: str, log: EngineLog) -> str:
-    tail = log.tail()
-    return f"{cause}\nthe engine's last errors:\n{tail}" if tail else cause
 
 
 async def end(llm: Any, limit_seconds: float) -> None:

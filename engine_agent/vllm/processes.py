@@ -6,6 +6,7 @@ process leaves in shared memory (vLLM's queues, hundreds of MiB an engine) is re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,7 +36,7 @@ def descendants() -> set[psutil.Process]:
 
 def own_segments(processes: Iterable[psutil.Process]) -> set[Path]:
     """vLLM's shared-memory files that these processes map and this one does not."""
-    return set().union(*map(_mapped, processes)) - _mapped(psutil.Process())
+    return set().union(*(mapped(p.pid) for p in processes)) - mapped(os.getpid())
 
 
 def remove(segments: Iterable[Path]) -> None:
@@ -59,9 +60,10 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     remove(segments)
 
 
-def _mapped(process: psutil.Process) -> set[Path]:
+def mapped(pid: int) -> set[Path]:
+    """vLLM's shared-memory files that a process maps."""
     try:
-        paths = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
+        paths = [line.split(maxsplit=5)[-1] for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
     except OSError:  # it is gone, or its memory is
         return set()
     return {Path(p) for p in paths if p.startswith(SEGMENT_PREFIXES) and not p.endswith(" (deleted)")}

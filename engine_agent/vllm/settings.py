@@ -51,8 +51,10 @@ class VllmSettings:
     """Cores of the workers on a CPU: `nobind`, or one list per worker such as `0-3|4-7`. Two engines never share."""
     cpu_threads: int = 1
     """OMP threads of each process on a CPU."""
-    start_timeout_seconds: float = 600.0
-    """From nothing to a loaded model."""
+    start_timeout_seconds: float = 3600.0
+    """From nothing to a loaded model, at most."""
+    start_idle_seconds: float = 120.0
+    """A start without a sign of life for so long (no log line, no process, no work) is given up before that."""
     call_timeout_seconds: float = 60.0
     """One round trip through the engine core, and the hand-over of tokens when generation stops."""
     install_timeout_seconds: float = 120.0

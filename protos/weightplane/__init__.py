@@ -9,6 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from controlplane.core.canary import CanaryReference
+    from controlplane.core.pauses import PauseMode, PausePolicy
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
     from controlplane.rollout.blocking import BlockingRolloutClient
@@ -25,10 +27,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BlockingRolloutClient",
     "BySession",
+    "CanaryReference",
     "IterableSource",
     "LeastLoaded",
     "MegatronSource",
     "ModuleSource",
+    "PauseMode",
+    "PausePolicy",
     "PowerOfTwo",
     "RolloutClient",
     "SamplingSettings",
@@ -40,12 +45,15 @@ __all__ = [
 ]
 
 _HOMES = {
+    "CanaryReference": "controlplane.core.canary",
     "BlockingRolloutClient": "controlplane.rollout.blocking",
     "BySession": "controlplane.rollout.policies",
     "IterableSource": "trainer_agent.sources.iterable",
     "LeastLoaded": "controlplane.rollout.policies",
     "MegatronSource": "trainer_agent.megatron.source",
     "ModuleSource": "trainer_agent.sources.module",
+    "PauseMode": "controlplane.core.pauses",
+    "PausePolicy": "controlplane.core.pauses",
     "PowerOfTwo": "controlplane.rollout.policies",
     "RolloutClient": "controlplane.rollout.client",
     "SamplingSettings": "controlplane.core.sampling",

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from controlplane.core.canary import Canary
 from engine_agent import agent
-from engine_agent.engine import CanaryReport, InstallReport, LiveRequests, StagedWeights
+from engine_agent.engine import InstallReport, LiveRequests, StagedWeights
 from engine_agent.memory_engine import MemoryEngine, MemorySettings, _Live
 
 POINTS = ("quiesce", "first_byte", "half", "canary")
@@ -123,9 +124,9 @@ class HandledEngine(MemoryEngine):
         self._whole = True
         return report
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         await self._hand.at("canary")
-        return await super().canary()
+        return await super().canary(prompt)
 
 
 Hands = defaultdict[str, Hand]

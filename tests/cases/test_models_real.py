@@ -11,7 +11,8 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,13 @@ import pytest
 import pytest_asyncio
 from safetensors.torch import save_file
 
+from controlplane.core.sampling import SamplingSettings
+from controlplane.rollout.client import RolloutClient
+from controlplane.rollout.sample import Assembly, Sample, Span
 from engine_agent.agent import EngineSettings, run_engine
-from engine_agent.vllm.settings import VllmSettings
+from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.eventually import eventually
+from tests.support.faulty_worker import CLASS, FAULTS, FILE_VARIABLE
 from tests.support.hf_models import VOCAB, save_random
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.reference import Reference
@@ -34,6 +39,8 @@ pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest
 
 PROMPT = [5, 6, 7, 8, 9]
 COUNT = 12
+RUNNING = 32
+"""Requests in the engine while it is updated."""
 START_SECONDS = 240.0
 LIMITS = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 32 << 20}
 Said = tuple[list[int], list[tuple[int, int, int]]]
@@ -48,17 +55,21 @@ class Rig:
     rank: RankProcess
     model: Path
     work: Path
+    stack: AsyncExitStack
 
     async def push(self, order: Order) -> dict[str, Any]:
         """How it ended, in the rank's words."""
-        ended = len(self._ends)
+        ended = len(self.ends)
         assert self.rank.process.stdin is not None
         self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        await eventually(lambda: len(self._ends) > ended, within=90)
-        return self._ends[-1]
+        await eventually(lambda: len(self.ends) > ended, within=90)
+        return self.ends[-1]
+
+    async def rollouts(self) -> RolloutClient:
+        return await self.stack.enter_async_context(RolloutClient(self.fleet.address, run_id=RUN))
 
     @property
-    def _ends(self) -> list[dict[str, Any]]:
+    def ends(self) -> list[dict[str, Any]]:
         return [line for line in self.rank.lines if line["event"] in ("pushed", "failed")]
 
     async def pushed(self, order: Order) -> int:
@@ -108,18 +119,24 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     model = save_random(
         work / "model", "qwen3_moe", tied=True, num_hidden_layers=2, head_dim=32, moe_intermediate_size=64
     )
-    fleet = LocalFleet(work)
+    fleet, patch = LocalFleet(work), pytest.MonkeyPatch()
     try:
         await fleet.start_coordinator(lease_ttl_seconds=20.0)
-        vllm = VllmSettings(model, max_num_seqs=4, **LIMITS)  # type: ignore[arg-type]
+        vllm = VllmSettings(model, max_num_seqs=RUNNING, **LIMITS)  # type: ignore[arg-type]
         settings = EngineSettings("e0", fleet.address, RUN, state_dir=work / "engines", vllm=vllm)
+        faulty = {"worker_extension_cls": CLASS}
+        arguments = lambda settings, *, gpu: engine_arguments(settings, gpu=gpu) | faulty  # noqa: E731
+        patch.setattr("engine_agent.vllm.launch.engine_arguments", arguments)
+        patch.setenv(FILE_VARIABLE, str(work / "fault"))
         fleet._start("e0", run_engine, settings)
         async with toy_trainer(fleet.address) as trainer:
             rank = await _rank(trainer, model)
             await eventually(lambda: _knows(fleet), within=START_SECONDS)
-            yield Rig(fleet, rank, model, work)
+            async with AsyncExitStack() as stack:
+                yield Rig(fleet, rank, model, work, stack)
     finally:
         await fleet.close()
+        patch.undo()
 
 
 async def _rank(trainer: ToyTrainer, model: Path) -> RankProcess:
@@ -192,3 +209,86 @@ async def test_M7_a_shape_that_differs_is_refused_with_both_and_the_old_version_
     name = "model.layers.1.mlp.gate_proj.weight"
     text = await refused(rig, Order(51, rows=[(name, rows)]))
     assert f"SHAPE_MISMATCH: {name}: the engine expects shape (96, 64), got ({rows}, 64)" in text
+
+
+# ---- wrong weights that nobody refuses ----------------------------------------------------------
+
+SCORED = (5, 60, 7, 81, 9, 33, 2)
+TOLERANCE = 0.01
+
+
+def with_reference(rig: Rig, order: Order) -> Order:
+    """And what transformers says of its weights, as a trainer would."""
+    logprobs = Reference(rig.written(order)).score({}, SCORED[:1], SCORED[1:])
+    return replace(order, reference=(SCORED, logprobs, TOLERANCE))
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+async def test_an_engine_that_put_in_something_else_is_found_by_the_trainers_own_numbers(rig: Rig, fault: str) -> None:
+    """Every name was loaded and every byte was right on its way: only what it says tells. The push heals it itself."""
+    before = await rig.pushed(with_reference(rig, Order(61)))
+    assert rig.ends[-1]["verified"] == {"e0": "reference"}
+    (rig.work / "fault").write_text(fault)
+    number = await rig.pushed(with_reference(rig, Order(62)))
+    refused = (await rig.fleet.engine("e0")).status.refused
+    assert (refused.reason, refused.version.number) == ("CANARY_FAILED", before + 1)
+    assert "differ from the trainer's" in refused.message
+    assert number == before + 2
+    assert await rig.says() == (rig.truth(Order(62)), [(number, 0, COUNT)])
+
+
+# ---- updates under load -------------------------------------------------------------------------
+
+LENGTH = 48
+"""Tokens of a sample: as many as the engine has room for after the longest prompt."""
+
+
+async def thirty_two(rig: Rig) -> list[asyncio.Task[Sample]]:
+    """Samples of as many prompts, each with some tokens."""
+    deltas = asyncio.Semaphore(0)
+
+    async def one(client: RolloutClient, prompt: list[int]) -> Sample:
+        sampling = SamplingSettings(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
+        assembly = Assembly(str(prompt), with_logprobs=True)
+        async for delta in client.stream(prompt, sampling):
+            assembly.add(delta)
+            deltas.release()
+        return assembly.finish()
+
+    client = await rig.rollouts()
+    tasks = [asyncio.create_task(one(client, [5 + i, 6, 7])) for i in range(RUNNING)]
+    for _ in range(2 * RUNNING):
+        await deltas.acquire()
+    return tasks
+
+
+def made_by(rig: Rig, order: Order, sample: Sample, prompt: list[int], span: Span) -> bool:
+    """Whether these weights would have chosen just these tokens, or ones as likely."""
+    before = [*prompt, *sample.tokens[: span.start]]
+    short = Reference(rig.written(order)).shortfalls({}, before, sample.tokens[span.start : span.end])
+    return max(short) < 1e-3
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
+async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_spans_are_true(
+    rig: Rig, mode: str
+) -> None:
+    old, new = Order(71), Order(72)
+    before = await rig.pushed(old)
+    stale = await rig.says()
+    tasks = await thirty_two(rig)
+    number = await rig.pushed(replace(new, pause=(mode, 30.0, "keep")))
+    samples = await asyncio.gather(*tasks)
+    numbers = {tuple(span.version.number for span in sample.spans) for sample in samples}
+    assert numbers == {"keep": {(before, number)}, "abort": {(before,)}, "wait": {(before,)}}[mode]
+    assert {sample.finish_reason for sample in samples} == {"abort" if mode == "abort" else "length"}
+    assert all(len(sample.tokens) == LENGTH for sample in samples if mode != "abort")
+    by = {before: old, number: new}
+    for i in (0, 17, 31):
+        for span in samples[i].spans:
+            assert made_by(rig, by[span.version.number], samples[i], [5 + i, 6, 7], span)
+            other = by[before if span.version.number == number else number]
+            assert not made_by(rig, other, samples[i], [5 + i, 6, 7], span)
+    assert (
+        await rig.says() == (rig.truth(new), [(number, 0, COUNT)]) != stale
+    )  # the same prompt, with no prefix of before

@@ -17,9 +17,17 @@ from tests.cases.samples import PROMPT, LiveSample
 from tests.support.checkpoint_fleet import checkpoint_fleet
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet, Weights
-from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc
+from weightplane.v1 import (
+    engine_pb2,
+    fleet_pb2,
+    lifecycle_pb2,
+    lifecycle_pb2_grpc,
+    pause_pb2,
+    rollout_pb2,
+    rollout_pb2_grpc,
+)
 
-KEEP, ABORT, WAIT = lifecycle_pb2.PAUSE_MODE_KEEP, lifecycle_pb2.PAUSE_MODE_ABORT, lifecycle_pb2.PAUSE_MODE_WAIT
+KEEP, ABORT, WAIT = pause_pb2.PAUSE_MODE_KEEP, pause_pb2.PAUSE_MODE_ABORT, pause_pb2.PAUSE_MODE_WAIT
 LONG = 4000
 """Tokens of a request that does not end by itself in a test."""
 
@@ -257,3 +265,67 @@ async def test_a_draining_engines_requests_go_on_after_a_flush_also_under_a_vers
 async def test_an_engine_that_sleeps_has_no_cache_to_flush(fleet: LocalFleet, weights: Weights) -> None:
     await told(fleet, "Sleep", lifecycle_pb2.SleepRequest, owner="ann", level=1)
     assert await reason_of(flush(fleet)) == "ENGINE_ASLEEP"
+
+
+# ---- what an update does to requests ------------------------------------------------------------
+
+
+async def updated(fleet: LocalFleet, policy: pause_pb2.PausePolicy) -> fleet_pb2.UpdateState:
+    """A push whose writer says what becomes of requests."""
+    begun, weights = await fleet.begin(), Weights()
+    stream = fleet.stream(begun, "e0", pause=policy)
+    await stream.until_ready(weights)
+    await fleet.go(begun.update_id)
+    await stream.commit(weights)
+    return await fleet.decided(begun.update_id)
+
+
+async def test_an_update_may_end_the_requests_in_the_engine_with_what_they_have(
+    fleet: LocalFleet, weights: Weights
+) -> None:
+    running = await sample(fleet, LONG)
+    await running.has(3)
+    await updated(fleet, pause_pb2.PausePolicy(mode=ABORT))
+    assert await running.reason() == "ABORT"
+    spans = await running.checked_spans({1: weights})
+    assert [number for number, _, _ in spans] == [1]
+
+
+async def test_an_update_may_wait_for_requests_to_end_under_the_version_that_they_began_with(
+    fleet: LocalFleet, weights: Weights
+) -> None:
+    running = await sample(fleet, 100)
+    await running.has(3)
+    state = await updated(fleet, pause_pb2.PausePolicy(mode=WAIT))
+    assert state.version.number == 2
+    assert await running.reason() == "LENGTH"
+    assert [number for number, _, _ in await running.checked_spans({1: weights})] == [1]
+
+
+async def test_requests_that_take_longer_than_an_update_waits_are_kept_or_aborted_as_it_says(
+    fleet: LocalFleet, weights: Weights
+) -> None:
+    running = await sample(fleet, LONG)
+    await running.has(3)
+    policy = pause_pb2.PausePolicy(mode=WAIT, fallback=ABORT)
+    policy.wait_limit.FromMilliseconds(50)
+    state = await updated(fleet, policy)
+    assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+    assert await running.reason() == "ABORT"
+    status = await fleet.status("e0")
+    assert status.update.timings.wait.ToMilliseconds() >= 50
+
+
+async def test_nobody_enters_while_an_update_waits(fleet: LocalFleet, weights: Weights) -> None:
+    running = await sample(fleet, 200)
+    await running.has(3)
+    update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
+    await eventually(lambda: _installs(fleet))
+    late = await sample(fleet, 2)
+    assert (await update).version.number == 2
+    assert await late.reason() == "LENGTH"
+    assert late.numbers == [2, 2]
+
+
+async def _installs(fleet: LocalFleet) -> bool:
+    return (await fleet.status("e0")).update.stage == engine_pb2.UPDATE_STAGE_INSTALLING

@@ -16,12 +16,19 @@ from typing import Any
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
 from controlplane.core.sampling import SamplingSettings
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent import progress
 from engine_agent.engine import EngineFacts, StagedWeights
+from engine_agent.life import EngineLife
+from engine_agent.remembered import Memory
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.leftovers import Leftovers
 from tests.support import vllm_agent_process
 from tests.support.eventually import eventually, eventually_blocking
 from tests.support.staging import stage
@@ -114,6 +121,30 @@ async def test_a_killed_process_ends_every_wait_and_shutdown_leaves_nothing(engi
     assert gone(facts.pids)
 
 
+async def test_L4_a_core_that_hangs_shuts_the_gate_though_its_processes_live_and_opens_it_when_it_goes_on(
+    engine: VllmEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "PROBE_SECONDS", 0.2)
+    monkeypatch.setattr(progress, "STALL_SECONDS", 2.0)
+    state = EngineState(RunId("run"), ModelName("policy"), EngineId("engine-0"), Incarnation("i"))
+    life = EngineLife(state, engine, Memory(tmp_path / "e0.json", "run", "policy"))
+    await life.start()
+    assert life.facts is not None
+    await eventually(lambda: not life._scheduler_runs)  # the gate of a fresh engine is shut, which is a round trip too
+    core = min(life.facts.pids, key=lambda p: psutil.Process(p).create_time())
+    os.kill(core, signal.SIGSTOP)
+    try:
+        await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) == "engine-0")
+        assert not gone(life.facts.pids)
+        assert not life.died.done()
+    finally:
+        os.kill(core, signal.SIGCONT)
+    await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) is None)
+    await engine.resume()
+    assert len(await consume(engine, "after")) == SAMPLING.max_tokens
+    await life.end("the test is over")
+
+
 async def test_an_install_past_its_deadline_ends_the_engine(
     engine: VllmEngine, settings: VllmSettings, failpoint: Path
 ) -> None:
@@ -158,9 +189,15 @@ async def test_an_engine_that_cannot_start_says_what_its_log_said(
     state["model.norm.weight"] = torch.zeros(64)
     save_file(state, model / "model.safetensors", metadata={"format": "pt"})
     engine = VllmEngine(replace(settings, model=model), "engine-misshapen")
-    with pytest.raises(EngineDied, match=r"(?s)the engine's last errors:.*\[64\].* into parameter .*\[128\]"):
+    with (
+        capture_logs() as logged,
+        pytest.raises(EngineDied, match=r"(?s)the engine's last errors:.*\[64\].* into parameter .*\[128\]"),
+    ):
         await engine.start()
     await engine.shutdown()
+    [lines] = [entry["last_log_lines"] for entry in logged if entry["event"] == "engine_not_started"]
+    assert 20 < len(lines) <= 100
+    assert any("INFO" in line for line in lines)  # what it did before, not its errors only
 
 
 async def test_the_event_loop_goes_on_while_an_engine_starts(engine: VllmEngine) -> None:
@@ -179,16 +216,24 @@ async def test_the_event_loop_goes_on_while_an_engine_starts(engine: VllmEngine)
     assert max(gaps) < 2.0
 
 
-def test_engine_processes_end_with_a_killed_agent(model: Path) -> None:
-    command = [sys.executable, "-m", vllm_agent_process.__name__, str(model)]
+def test_L5_an_agent_that_is_killed_leaves_no_process_and_the_next_start_no_memory(model: Path, tmp_path: Path) -> None:
+    """Children end by themselves; what they cannot take along (vLLM's shared memory) is swept by whoever comes next."""
+    before, note = orphaned_segments(), tmp_path / "e0.processes.json"
+    command = [sys.executable, "-m", vllm_agent_process.__name__, str(model), str(note)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as agent:
         assert agent.stdout is not None
         line = next(line for line in agent.stdout if line.startswith(vllm_agent_process.MARK))
         pids = tuple(json.loads(line.removeprefix(vllm_agent_process.MARK)))
         assert len(pids) == 2
         assert not gone(pids)
+        noted = json.loads(note.read_text())
+        assert {str(p) for p in pids} <= noted["lives"].keys()
+        assert noted["segments"]
         agent.kill()
         eventually_blocking(lambda: gone(pids))
+    Leftovers(note).sweep()
+    assert not any(Path(segment).exists() for segment in noted["segments"])
+    eventually_blocking(lambda: orphaned_segments() <= before)
 
 
 class TestTwoWorkers:

@@ -113,6 +113,8 @@ class Observer:
     samples: int = 0
     status: engine_pb2.EngineStatus | None = None
     """The last answer; None while there is none."""
+    quiet: bool = False
+    """No samples are asked for: the engine is left idle."""
     sampled: int = 0
     """The number of the last sample's version; 0 while there is none."""
     claimed: set[int] = field(default_factory=set)
@@ -127,7 +129,8 @@ class Observer:
             self.status = await self._ask()
             if self.status is not None:
                 self._judge(self.status)
-            self.sampled = await self._sample() if self.status is not None and self.status.gate_open else 0
+            asks = self.status is not None and self.status.gate_open and not self.quiet
+            self.sampled = await self._sample() if asks else 0
             await asyncio.sleep(EVERY_SECONDS)
 
     async def _ask(self) -> engine_pb2.EngineStatus | None:

@@ -1,6 +1,7 @@
 """The kill matrix: strikes each process at each phase of a push, and says what became of it.
 
-    python -m tests.kill_matrix.run [--only PHASE:PROCESS[:stop]] [--write docs/failures.md] [--keep DIRECTORY]
+    python -m tests.kill_matrix.run [--only PHASE:PROCESS[:stop] | --only deaths[:NAME]] [--write docs/failures.md]
+                                    [--keep DIRECTORY]
 
 Promises: cells run one after the other, those of one backend on one fleet, which a failed cell costs; the exit code
 is 1 if any failed.
@@ -22,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from controlplane.processes import start_time
+from tests.kill_matrix.deaths import GROUP, Death, Dying, deaths, put_into, section, section_of
+from tests.kill_matrix.dying import run_deaths
 from tests.kill_matrix.fleet import Fleet, running_fleet
 from tests.kill_matrix.matrix import Blow, Cell, Finding, Outcome, cells, document, table
 from tests.support.eventually import eventually
@@ -145,32 +148,47 @@ async def run_all(todo: Sequence[Cell], directory: Path) -> list[Finding]:
     return findings
 
 
+async def run_all_deaths(todo: Sequence[Death], directory: Path) -> list[Dying]:
+    found = []
+    async for dying in run_deaths(todo, directory):
+        found.append(dying)
+        print(f"[{len(found)}/{len(todo)}] {dying.death.name}: {dying.text}; {'; '.join(dying.problems)}", flush=True)
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="PHASE, PHASE:PROCESS or PHASE:PROCESS:stop; a part may be empty")
+    parser.add_argument("--only", default="", help="PHASE[:PROCESS[:stop]], a part may be empty; or deaths[:NAME]")
     parser.add_argument("--write", type=Path, help="write the tables and their introduction here")
     parser.add_argument(
         "--keep", type=Path, help="where failed cells leave their logs  [default: a temporary directory]"
     )
     given = parser.parse_args()
     try:
-        todo = cells(given.only)
+        dying = deaths(given.only) if given.only.partition(":")[0] in ("", GROUP) else ()
+        todo = cells(given.only) if given.only.partition(":")[0] != GROUP else []
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the fleet is ended then too
     directory = given.keep or Path(tempfile.mkdtemp(prefix="kill-matrix-"))
     began = time.monotonic()
     findings = asyncio.run(run_all(todo, directory))
+    seconds = time.monotonic() - began
     for blow in Blow:
         print(f"\n{blow.value}\n\n{table(findings, blow)}")
-    failed = [f for f in findings if f.problems]
-    print(f"\n{len(findings)} cells in {time.monotonic() - began:.0f} s, {len(failed)} failed")
+    died = asyncio.run(run_all_deaths(dying, directory))
+    print(f"\n{section(died)}")
+    failed = sum(bool(f.problems) for f in findings) + sum(bool(d.problems) for d in died)
+    print(f"\n{len(findings) + len(died)} cells in {time.monotonic() - began:.0f} s, {failed} failed")
     if failed:
         print(f"logs: {directory}")
     else:
         directory.rmdir()
     if given.write is not None:
-        given.write.write_text(document(findings, time.monotonic() - began))
+        old = given.write.read_text() if given.write.exists() else ""
+        page = document(findings, seconds) if findings else old
+        own = section(died) if died else section_of(old)
+        given.write.write_text(put_into(page, own) if own else page)
     return 1 if failed else 0
 
 

@@ -87,7 +87,7 @@ class LoneRank:
         if self._engine:
             self._engine.number = self._number
         version = WeightVersion(self._number, Term(1))
-        return PushReport(version, step, "COMMITTED", {"engine": "APPLIED"}, time.monotonic() - began)
+        return PushReport(version, step, "COMMITTED", {"engine": "APPLIED"}, seconds=time.monotonic() - began)
 
 
 class LoneWorker:

@@ -17,7 +17,9 @@ from typing import Any
 
 import torch
 
+from controlplane.core.canary import CanaryReference
 from controlplane.core.errors import WeightplaneError
+from controlplane.core.pauses import PauseMode, PausePolicy
 from tests.support.hf_models import checkpoint
 from tests.support.tiny_rank import EMBEDDING_NAME
 from tests.support.toy_rank import say
@@ -37,6 +39,10 @@ class Order:
     """Move the tensors with this in their name alone."""
     without: Sequence[str] = ()
     """Leave these out, of what is stated and of what is yielded."""
+    reference: tuple[Sequence[int], Sequence[float], float] | None = None
+    """A prompt, its log probabilities, and the tolerance: what the trainer says of these weights."""
+    pause: tuple[str, float, str] | None = None
+    """What becomes of the engine's requests: mode, seconds to wait, fallback."""
     rows: Sequence[tuple[str, int]] = ()
     """Give these tensors so many rows: more are zeros, as padding is."""
 
@@ -69,11 +75,23 @@ def push(model: Path, fields: Mapping[str, Any]) -> None:
     order = Order(**fields)
     try:
         with TrainerRank.join(source=source(model, order), join_timeout=60, push_timeout=60) as rank:
-            report = rank.push(order.seed)
+            reference = None if order.reference is None else CanaryReference(*map(_plain, order.reference))
+            report = rank.push(order.seed, reference=reference, pause=_pause(order))
     except WeightplaneError as error:
         say(event="failed", reason=error.reason, text=str(error))
         return
-    say(event="pushed", number=report.version.number, outcomes=report.outcomes)
+    say(event="pushed", number=report.version.number, outcomes=report.outcomes, verified=report.verified)
+
+
+def _pause(order: Order) -> PausePolicy | None:
+    if order.pause is None:
+        return None
+    mode, seconds, fallback = order.pause
+    return PausePolicy(PauseMode(mode), seconds, PauseMode(fallback))
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A process that hosts an engine and does nothing more: `python -m tests.support.vllm_agent_process MODEL`.
+"""A process that hosts an engine and does nothing more: `python -m tests.support.vllm_agent_process MODEL NOTE`.
 
 It prints the pids of the engine's processes, as JSON on one line, and waits to be killed.
 """
@@ -17,7 +17,7 @@ MARK = "ENGINE-PIDS "
 
 async def main() -> None:
     settings = VllmSettings(Path(sys.argv[1]), dtype="float32", max_model_len=256, kv_cache_memory_bytes=32 << 20)
-    facts = await VllmEngine(settings, "engine-of-a-process").start()
+    facts = await VllmEngine(settings, "engine-of-a-process", note=Path(sys.argv[2])).start()
     print(MARK + json.dumps(facts.pids), flush=True)
     await asyncio.Event().wait()
 

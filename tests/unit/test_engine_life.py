@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
+from controlplane.core.canary import Canary
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Unset
 from controlplane.core.errors import (
     CanaryFailed,
@@ -24,7 +26,6 @@ from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.engine import CanaryReport
 from engine_agent.life import EngineLife
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
@@ -96,7 +97,7 @@ async def test_inv6_the_same_update_installed_again_is_not_answered_from_the_fir
 class SlowCanary(MemoryEngine):
     """Its canary passes its limit once the weights were replaced."""
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         raise DeadlineExceeded("canary", "the engine core", 1.0)
 
 
@@ -208,7 +209,7 @@ class SilentCanary:
     def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
-    async def canary(self) -> CanaryReport:
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         raise CanaryFailed("e0", "2", "a logprob is not finite")
 
 
@@ -342,7 +343,7 @@ async def test_a_draining_engine_that_is_paused_too_stands_still_and_then_goes_o
 async def test_an_engine_that_dies_while_nobody_asks_it_anything_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_agent.life.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
     life, engine = await serving(tmp_path)
     engine._death = "signal 9"
     assert "signal 9" in await asyncio.wait_for(life.died, 5)
@@ -352,7 +353,7 @@ async def test_an_engine_that_dies_while_nobody_asks_it_anything_is_noticed(
 async def test_inv4_an_engine_that_dies_in_an_install_is_noticed_when_the_install_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_agent.life.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
     life, engine = await serving(tmp_path, install_seconds=0.1)
     commit(life, 2, WeightVersion(2, Term(1)))
     await eventually(lambda: life.core.state.weights == Unset())
@@ -376,3 +377,39 @@ async def test_a_frozen_models_engine_serves_what_it_loaded_and_poison_ends_its_
     life.apply(events.SpansDisagreed("one token too many"))
     assert "one token too many" in await asyncio.wait_for(life.died, 5)
     await life.end("done")
+
+
+async def test_l4_an_engine_that_does_not_answer_is_not_open_until_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes live: only a round trip through the core tells (INV-10)."""
+    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.progress.STALL_SECONDS", 0.05)
+    engine, answers = MemoryEngine(MemorySettings(), "e0"), asyncio.Event()
+    answers.set()
+    monkeypatch.setattr(engine, "probe", answers.wait)
+    life = await started(tmp_path, engine)
+    answers.clear()
+    await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) == "e0")
+    assert not life.open
+    looked = life.progress.looks
+    await eventually(lambda: life.progress.looks > looked)  # the agent itself goes on
+    answers.set()
+    await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) is None)
+    await life.end("the test is over")
+
+
+async def test_l4_a_round_trip_that_waits_behind_an_install_is_no_stall(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.progress.STALL_SECONDS", 0.03)
+    engine = MemoryEngine(MemorySettings(), "e0")
+    monkeypatch.setattr(engine, "probe", asyncio.Event().wait)
+    life = await started(tmp_path, engine)
+    async with life.standing_still():  # under the lock that installs take
+        looked = life.progress.looks
+        await eventually(lambda: life.progress.looks > looked + 20)
+        assert life.core.state.held_by(HoldKind.STALLED) is None
+    await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) == "e0")
+    await life.end("the test is over")

@@ -37,7 +37,7 @@ from trainer_agent.agent.streams import EngineStreams
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import DECIDED, UpdateWatch
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import fleet_pb2, weight_update_pb2
+from weightplane.v1 import fleet_pb2, pause_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -90,6 +90,10 @@ class Push:
     """Ranks do, for deltas."""
     release: Release
     """Tells a rank that a chunk's memory may be written again."""
+    reference: weight_update_pb2.CanaryReference | None = None
+    """What the trainer's model says under these weights."""
+    pause: pause_pb2.PausePolicy | None = None
+    """What becomes of the engines' requests; None: by each engine's own setting."""
     error: WeightplaneError | None = None
     """What ended it, if not the coordinator's decision."""
     look: Callable[[stuck.Waited], Coroutine[Any, Any, str]] | None = None
@@ -261,6 +265,7 @@ class Push:
             tensor_count=len(layout.tensors),
             byte_count=layout.byte_count,
             step=self.step,
+            reference=self.reference,
         )
         head = weight_update_pb2.UpdateOpen(
             run_id=self.context.run_id,
@@ -270,6 +275,7 @@ class Push:
             version=begun.version,
             plan_revision=begun.plan.revision,
             manifest=manifest,
+            pause=self.pause,
         )
         return Cargo(head, self.context.parts)
 

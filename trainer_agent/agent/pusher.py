@@ -184,6 +184,8 @@ class Pusher:
             release=self._release,
             base=_base(b for _, b in begun),
             keeps_whole=any(b.keeps_whole for _, b in begun),
+            reference=next((b.reference for _, b in begun if b.HasField("reference")), None),
+            pause=next((b.pause for _, b in begun if b.HasField("pause")), None),
         )
         for what, by_rank in said.items():
             if len(set(by_rank.values())) > 1:

@@ -81,6 +81,7 @@ PASSING = frozenset(
         "INSTALL_FAILED",
         "INSTALL_TIMED_OUT",
         "CANARY_FAILED",
+        "CANARY_DISAGREES",
         # No push is answered with these: of generation, and of what the coordinator brings by itself.
         "INVALID_REQUEST",
         "VERSION_UNAVAILABLE",

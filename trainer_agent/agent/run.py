@@ -16,6 +16,7 @@ import structlog
 from controlplane.core.errors import StaleTerm
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.server import PortUnavailable
+from controlplane.supervision import Supervisor, Turns
 from trainer_agent import wire
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.launch import Launcher
@@ -41,14 +42,19 @@ async def run_trainer(settings: TrainerSettings, command: list[str]) -> int:
     output = RankOutput(directory, settings.nproc_per_node)
     stop = _stop_event()
     agent = TrainerAgent(settings, directory / "ranks.sock", stop=stop, output=output)
+    supervisor = Supervisor()
+    feeding = asyncio.create_task(supervisor.feed(Turns()))
     try:
         await agent.start()
+        supervisor.ready(f"trainer {settings.trainer_id}, {settings.nproc_per_node} ranks")
         return int(await _lives(settings, command, agent, directory, stop))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
     finally:
+        supervisor.stopping()
         await agent.close()
+        feeding.cancel()
         output.close()
         shutil.rmtree(directory, ignore_errors=True)
 

@@ -11,8 +11,12 @@ from weakref import WeakValueDictionary
 
 import structlog
 
+from controlplane.core.canary import CanaryReference
 from controlplane.core.errors import LinkFailed, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
+from controlplane.core.pauses import PausePolicy
+from controlplane.rpc.codec import pause_to_proto
+from controlplane.rpc.engine_codec import reference_to_proto
 from trainer_agent.rank.feed import Feed, Held, drain
 from trainer_agent.rank.inbox import PushEnded
 from trainer_agent.rank.link import Patience, RankLink
@@ -47,7 +51,16 @@ class Pushes:
         """Sequence of the push whose memory is in use; 0: nobody's is."""
         link.aside = self._take_aside
 
-    def attempt(self, step: int, patience: Patience, *, detached: bool = False, check: bool = False) -> PendingPush:
+    def attempt(
+        self,
+        step: int,
+        patience: Patience,
+        *,
+        detached: bool = False,
+        check: bool = False,
+        reference: CanaryReference | None = None,
+        pause: PausePolicy | None = None,
+    ) -> PendingPush:
         """One push up to where this rank's weights were read, or it ended before that."""
         self._sequence += 1
         self._unsettled = self._sequence
@@ -69,6 +82,8 @@ class Pushes:
             check=check,
             keeps_whole=self.held.keeps_whole,
             base=self.held.base,
+            reference=None if reference is None else reference_to_proto(reference),
+            pause=None if pause is None else pause_to_proto(pause),
         )
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
         try:

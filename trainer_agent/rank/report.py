@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import structlog
+
 from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import version_from_proto
 from trainer_agent import wire
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2
+
+log = structlog.get_logger(__name__)
 
 _STATUS = {fleet_pb2.UPDATE_PHASE_COMMITTED: "COMMITTED", fleet_pb2.UPDATE_PHASE_DEGRADED: "DEGRADED"}
 
@@ -24,17 +28,45 @@ class PushReport:
     """COMMITTED, or DEGRADED: not every required engine holds it."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """What became of each engine, by its own report (INV-9): APPLIED, LOST, or another stage and its reason."""
+    changed: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By engine that applied it: how many tensors differ from what it held before, of how many. None at its first."""
+    verified: dict[str, str] = field(default_factory=dict)
+    """By engine that applied it: `reference`, `majority` or `unverified`; see `controlplane.core.canary`."""
     seconds: float = 0.0
     """From the call to the answer's being read; repeats are included."""
     serving: tuple[str, ...] = ()
     """Engines that were seen to take requests under it, where that was waited for; the first, not all."""
+
+    @property
+    def unchanged(self) -> list[str]:
+        """Engines that were brought just what they held before: perhaps the wrong model was pushed."""
+        return [name for name, (tensors, _) in self.changed.items() if not tensors]
 
 
 def report_of(result: rank_pb2.PushResult, step: int, seconds: float, serving: tuple[str, ...] = ()) -> PushReport:
     """Of a push that the fleet committed."""
     state = result.state
     outcomes = {e.engine.engine_id: _outcome(e) for e in state.engines}
-    return PushReport(version_from_proto(state.version), step, _STATUS[state.phase], outcomes, seconds, serving)
+    applied = [e for e in state.engines if e.stage == engine_pb2.UPDATE_STAGE_APPLIED]
+    counted = [e for e in applied if e.HasField("changed_tensors")]
+    changed = {e.engine.engine_id: (e.changed_tensors, e.tensor_count) for e in counted}
+    report = PushReport(
+        version_from_proto(state.version),
+        step,
+        _STATUS[state.phase],
+        outcomes,
+        changed,
+        {e.engine.engine_id: _verified(e.verification) for e in applied},
+        seconds,
+        serving,
+    )
+    for name in report.unchanged:
+        log.warning("nothing_changed", engine_id=name, tensors=changed[name][1], version=str(report.version), step=step)
+    return report
+
+
+def _verified(verification: engine_pb2.Verification.ValueType) -> str:
+    return engine_pb2.Verification.Name(verification).removeprefix("VERIFICATION_").lower()
 
 
 def failure_of(result: rank_pb2.PushResult) -> WeightplaneError:

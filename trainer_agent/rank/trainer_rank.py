@@ -26,8 +26,10 @@ from typing import Literal, get_args
 
 import structlog
 
+from controlplane.core.canary import CanaryReference
 from controlplane.core.errors import InvalidRequest, StaleTerm, WeightplaneError, WrongRun
 from controlplane.core.layout import Layout
+from controlplane.core.pauses import PausePolicy
 from controlplane.devices import host_id
 from controlplane.exit_codes import ExitCode
 from controlplane.processes import set_death_signal
@@ -127,7 +129,15 @@ class TrainerRank:
         rank._pushes.held.segments = (KeptVersions if deltas else SegmentPool)(rank.run_id, place.rank)
         return rank
 
-    def push(self, step: int, *, wait: WaitFor = "applied", check: bool = False) -> PushReport:
+    def push(
+        self,
+        step: int,
+        *,
+        wait: WaitFor = "applied",
+        check: bool = False,
+        reference: CanaryReference | None = None,
+        pause: PausePolicy | None = None,
+    ) -> PushReport:
         """Carry the source's weights to the fleet as a new version. Collective; returns when the fleet decided.
 
         An update that failed for a passing reason is repeated, whole and under a new number, until `push_timeout`.
@@ -137,6 +147,9 @@ class TrainerRank:
             wait: `applied`: until the fleet decided. `serving`: until an engine takes requests under the version.
                 `released`: until this rank's memory is free; then nothing is repeated.
             check: Wait for `serving`, and then have every engine that applied the version asked what it holds.
+            reference: What this trainer's own model says of a prompt under these weights: an engine that says something
+                else after its install is poisoned (CANARY_FAILED), and serves nothing. On one rank, or equal on all.
+            pause: What becomes of the engines' requests at their installs; None: by each engine's own setting.
 
         Raises:
             UpdateFailed: the fleet did not commit, and what it served is served on. CheckFailed: it did, and the check
@@ -146,14 +159,15 @@ class TrainerRank:
         """
         if wait not in get_args(WaitFor):
             raise InvalidRequest(field="wait", problem=f"one of {', '.join(get_args(WaitFor))}, not {wait!r}")
+        _check(reference, pause)
         if wait == "released" and not check:
-            pending = self.push_async(step)
+            pending = self.push_async(step, reference=reference, pause=pause)
             pending.released()
             return pending.applied(0)
         patience, started = self._patience(), time.monotonic()
         with self._pushing(step, patience):
             while True:
-                pending = self._pushes.attempt(step, patience, check=check)
+                pending = self._pushes.attempt(step, patience, check=check, reference=reference, pause=pause)
                 result = self._pushes.result(pending, patience)
                 if not result.retry:
                     break
@@ -163,7 +177,9 @@ class TrainerRank:
             report = pending.served(patience) if check or wait == "serving" else pending.applied(0)
             return replace(report, seconds=time.monotonic() - started)
 
-    def push_async(self, step: int) -> PendingPush:
+    def push_async(
+        self, step: int, *, reference: CanaryReference | None = None, pause: PausePolicy | None = None
+    ) -> PendingPush:
         """As `push`, but go on training meanwhile. Collective; returns when this rank's weights were read.
 
         They may change from then on. It is one push at a time: the next one first waits until this one is decided.
@@ -174,9 +190,10 @@ class TrainerRank:
             LayoutInvalid: the source yields something else than it stated. StaleTerm, PeerLost: the session is over.
             DeadlineExceeded: the other ranks did not come, or the push before was not decided in time.
         """
+        _check(reference, pause)
         patience = self._patience()
         with self._pushing(step, patience):
-            return self._pushes.attempt(step, patience, detached=True)
+            return self._pushes.attempt(step, patience, detached=True, reference=reference, pause=pause)
 
     def take_devices(self, level: int = 1) -> None:
         """Put the engines on this trainer's devices to sleep. Collective; returns when the devices are free.
@@ -300,6 +317,15 @@ class TrainerRank:
         if isinstance(error, StaleTerm):
             log.error("trainer_fenced", cause=str(error))
             raise SystemExit(int(ExitCode.FENCED)) from error
+
+
+def _check(reference: CanaryReference | None, pause: PausePolicy | None) -> None:
+    """Raises InvalidRequest: before anything is sent."""
+    if pause is not None and pause.problem:
+        raise InvalidRequest(field="pause", problem=pause.problem)
+    problem = "" if reference is None else reference.problem()
+    if problem:
+        raise InvalidRequest(field="reference", problem=problem)
 
 
 def _connect(socket: Path, sidecar: Sidecar | None, patience: Patience) -> RankLink:

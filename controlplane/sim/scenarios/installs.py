@@ -36,6 +36,30 @@ def one_of_n_installs_fails_after_go_under_all(world: World) -> None:
 
 
 @scenario()
+def one_of_three_equal_engines_says_something_else(world: World) -> None:
+    """It is doubted before the version is served: it never opens with it, the others do, and the next push heals it."""
+    serve(world)
+    before = served(world)
+    world.faults.next_installs("e1", InstallEnding.STRANGE)
+    one = life(world, "e1")
+    update = next_update(world)
+    opened = []
+
+    def decided() -> bool:
+        opened.extend([one.core.state.applied] if one.core.gate_open and one.core.state.applied not in before else [])
+        return update.phase.final
+
+    world.run_until(decided, 20.0, "it is decided", look_seconds=0.0)
+    doubted = update.phase is Phase.DEGRADED and "CANARY_DISAGREES" in update.cause
+    expect(world, doubted, f"{update.phase} {update.cause}")
+    world.run_until(lambda: isinstance(one.core.state.weights, Poisoned), 5.0, "it heeds that", look_seconds=0.0)
+    expect(world, not opened, f"its gate opened with {opened}")
+    others = [a for a in world.agents.values() if a.name != "e1"]
+    world.run_until(lambda: all(a.present.open for a in others), 5.0, "the others serve the new version")
+    world.settle()
+
+
+@scenario()
 def an_install_that_touched_nothing_keeps_the_old_version_served(world: World) -> None:
     """A live engine still holds what is served: the decision is FAILED, and it serves on."""
     serve(world)

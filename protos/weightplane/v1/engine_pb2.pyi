@@ -132,6 +132,8 @@ class _HoldKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldKind.Val
     """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
     HOLD_KIND_UNPROVEN: _HoldKind.ValueType  # 7
     """A version was installed while the engine had no KV cache: its canary speaks as soon as there is one."""
+    HOLD_KIND_STALLED: _HoldKind.ValueType  # 8
+    """The engine's core does not answer, though nothing holds it up; ends when it answers. Set by the agent itself."""
 
 class HoldKind(_HoldKind, metaclass=_HoldKindEnumTypeWrapper):
     """Why a gate is kept shut."""
@@ -152,6 +154,8 @@ HOLD_KIND_FINISHING: HoldKind.ValueType  # 6
 """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
 HOLD_KIND_UNPROVEN: HoldKind.ValueType  # 7
 """A version was installed while the engine had no KV cache: its canary speaks as soon as there is one."""
+HOLD_KIND_STALLED: HoldKind.ValueType  # 8
+"""The engine's core does not answer, though nothing holds it up; ends when it answers. Set by the agent itself."""
 Global___HoldKind: _TypeAlias = HoldKind  # noqa: Y015
 
 class _UpdateStage:
@@ -222,6 +226,34 @@ CONDITION_STATUS_UNKNOWN: ConditionStatus.ValueType  # 3
 """Nobody can tell now."""
 Global___ConditionStatus: _TypeAlias = ConditionStatus  # noqa: Y015
 
+class _Verification:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _VerificationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verification.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VERIFICATION_UNSPECIFIED: _Verification.ValueType  # 0
+    """Not set."""
+    VERIFICATION_UNVERIFIED: _Verification.ValueType  # 1
+    """It speaks; nobody knows what it should say."""
+    VERIFICATION_MAJORITY: _Verification.ValueType  # 2
+    """It says what most of at least three equal engines say, which hold the same bytes."""
+    VERIFICATION_REFERENCE: _Verification.ValueType  # 3
+    """It says what the trainer said of the same weights."""
+
+class Verification(_Verification, metaclass=_VerificationEnumTypeWrapper):
+    """By what an engine's weights were found to be what they should be."""
+
+VERIFICATION_UNSPECIFIED: Verification.ValueType  # 0
+"""Not set."""
+VERIFICATION_UNVERIFIED: Verification.ValueType  # 1
+"""It speaks; nobody knows what it should say."""
+VERIFICATION_MAJORITY: Verification.ValueType  # 2
+"""It says what most of at least three equal engines say, which hold the same bytes."""
+VERIFICATION_REFERENCE: Verification.ValueType  # 3
+"""It says what the trainer said of the same weights."""
+Global___Verification: _TypeAlias = Verification  # noqa: Y015
+
 @_typing.final
 class Hold(_message.Message):
     """A named reason to keep the gate shut. Each has an owner, and only its owner's word ends it."""
@@ -261,6 +293,8 @@ class UpdateProgress(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
+    CHANGED_TENSORS_FIELD_NUMBER: _builtins.int
+    TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """Its id."""
     stage: Global___UpdateStage.ValueType
@@ -271,6 +305,12 @@ class UpdateProgress(_message.Message):
     """ErrorInfo reason, when it ended badly."""
     error_message: _builtins.str
     """What happened, for people."""
+    changed_tensors: _builtins.int
+    """Once applied: tensors whose bytes differ from what this engine held last; absent at its first. 0 hints that the
+    wrong model was pushed.
+    """
+    tensor_count: _builtins.int
+    """Once applied: tensors of the version."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """Its version."""
@@ -289,12 +329,16 @@ class UpdateProgress(_message.Message):
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
         timings: _weight_update_pb2.InstallTimings | None = ...,
+        changed_tensors: _builtins.int | None = ...,
+        tensor_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["timings", b"timings", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "changed_tensors", b"changed_tensors", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_received", b"bytes_received", "error_message", b"error_message", "error_reason", b"error_reason", "stage", b"stage", "timings", b"timings", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "bytes_received", b"bytes_received", "changed_tensors", b"changed_tensors", "error_message", b"error_message", "error_reason", b"error_reason", "stage", b"stage", "tensor_count", b"tensor_count", "timings", b"timings", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__changed_tensors: _TypeAlias = _typing.Literal["changed_tensors"]  # noqa: Y015
+    _WhichOneofArgType__changed_tensors: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_tensors) -> _WhichOneofReturnType__changed_tensors | None: ...
 
 Global___UpdateProgress: _TypeAlias = UpdateProgress  # noqa: Y015
 
@@ -400,6 +444,7 @@ class EngineStatus(_message.Message):
     FROZEN_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
+    CANARY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its run."""
     model: _builtins.str
@@ -450,6 +495,10 @@ class EngineStatus(_message.Message):
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
         """What is true of it."""
 
+    @_builtins.property
+    def canary(self) -> _weight_update_pb2.Canary:
+        """What it said of `applied` once that was installed."""
+
     def __init__(
         self,
         *,
@@ -471,10 +520,11 @@ class EngineStatus(_message.Message):
         frozen: _builtins.bool = ...,
         refused: Global___Refusal | None = ...,
         conditions: _abc.Iterable[Global___Condition] | None = ...,
+        canary: _weight_update_pb2.Canary | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "engine", b"engine", "refused", b"refused", "update", b"update"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "canary", b"canary", "engine", b"engine", "refused", b"refused", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "conditions", b"conditions", "content_digest", b"content_digest", "engine", b"engine", "frozen", b"frozen", "gate_open", b"gate_open", "holds", b"holds", "life", b"life", "live_requests", b"live_requests", "model", b"model", "poison_cause", b"poison_cause", "refused", b"refused", "residency", b"residency", "run_id", b"run_id", "update", b"update", "waiting_requests", b"waiting_requests", "weights", b"weights", "word", b"word"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "canary", b"canary", "conditions", b"conditions", "content_digest", b"content_digest", "engine", b"engine", "frozen", b"frozen", "gate_open", b"gate_open", "holds", b"holds", "life", b"life", "live_requests", b"live_requests", "model", b"model", "poison_cause", b"poison_cause", "refused", b"refused", "residency", b"residency", "run_id", b"run_id", "update", b"update", "waiting_requests", b"waiting_requests", "weights", b"weights", "word", b"word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

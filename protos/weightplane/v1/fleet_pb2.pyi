@@ -128,6 +128,7 @@ class EngineHello(_message.Message):
     UNIT_SIZE_FIELD_NUMBER: _builtins.int
     LIFE_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
+    LIKENESS_FIELD_NUMBER: _builtins.int
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are reached, host:port."""
@@ -148,6 +149,10 @@ class EngineHello(_message.Message):
     life: _builtins.int
     """Number of this life of the engine, from 1, kept on the agent's disk. A hello that arrives after that of a later
     life is refused (L2). 0: unknown.
+    """
+    likeness: _builtins.str
+    """Engines of one likeness say the same of the same bytes: all that may change an answer, in one text. Empty: it is like
+    no other.
     """
     max_requests: _builtins.int
     """How many requests it runs at once. 0: unknown."""
@@ -183,11 +188,12 @@ class EngineHello(_message.Message):
         unit_size: _builtins.int = ...,
         life: _builtins.int = ...,
         transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
+        likeness: _builtins.str = ...,
         max_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "likeness", b"likeness", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -502,6 +508,7 @@ class ModelState(_message.Message):
     SERVED_FIELD_NUMBER: _builtins.int
     ORDINAL_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    DOUBTED_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
@@ -516,6 +523,10 @@ class ModelState(_message.Message):
         """The versions that the fleet serves now: none before the first push, one, or two while rolling."""
 
     @_builtins.property
+    def doubted(self) -> _containers.RepeatedCompositeFieldContainer[Global___DoubtedEngine]:
+        """Engines that are not to serve what they say that they hold."""
+
+    @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetCommit]:
         """The latest fleet commits, oldest first; earlier states had those before."""
 
@@ -527,15 +538,50 @@ class ModelState(_message.Message):
         served: _abc.Iterable[_version_pb2.WeightVersion] | None = ...,
         ordinal: _builtins.int = ...,
         frozen: _builtins.bool = ...,
+        doubted: _abc.Iterable[Global___DoubtedEngine] | None = ...,
         commits: _abc.Iterable[Global___FleetCommit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "frozen", b"frozen", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "doubted", b"doubted", "frozen", b"frozen", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ModelState: _TypeAlias = ModelState  # noqa: Y015
+
+@_typing.final
+class DoubtedEngine(_message.Message):
+    """An engine whose canary most of the engines contradict that are equal to it and hold the same bytes. It poisons itself."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    cause: _builtins.str
+    """How they differ, for people."""
+    @_builtins.property
+    def engine(self) -> _version_pb2.EngineRef:
+        """The engine, in that life."""
+
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """What it says that it holds."""
+
+    def __init__(
+        self,
+        *,
+        engine: _version_pb2.EngineRef | None = ...,
+        version: _version_pb2.WeightVersion | None = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cause", b"cause", "engine", b"engine", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DoubtedEngine: _TypeAlias = DoubtedEngine  # noqa: Y015
 
 @_typing.final
 class BeginUpdateRequest(_message.Message):
@@ -901,6 +947,9 @@ class EngineOutcome(_message.Message):
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     AWAITED_FIELD_NUMBER: _builtins.int
+    CHANGED_TENSORS_FIELD_NUMBER: _builtins.int
+    TENSOR_COUNT_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     required: _builtins.bool
     """Whether the commit waited for it."""
     stage: _engine_pb2.UpdateStage.ValueType
@@ -913,6 +962,14 @@ class EngineOutcome(_message.Message):
     """What happened, for people."""
     awaited: _builtins.bool
     """Go waits for it though it is not required: it missed the updates before."""
+    changed_tensors: _builtins.int
+    """Once applied: tensors whose bytes differ from what it held last; absent at its first. 0 hints that the wrong model
+    was pushed.
+    """
+    tensor_count: _builtins.int
+    """Once applied: tensors of the version."""
+    verification: _engine_pb2.Verification.ValueType
+    """Means something once applied: by what it was found to be right, as far as was known then."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine."""
@@ -927,12 +984,17 @@ class EngineOutcome(_message.Message):
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
         awaited: _builtins.bool = ...,
+        changed_tensors: _builtins.int | None = ...,
+        tensor_count: _builtins.int = ...,
+        verification: _engine_pb2.Verification.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "changed_tensors", b"changed_tensors", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited", b"awaited", "engine", b"engine", "error_message", b"error_message", "error_reason", b"error_reason", "lost", b"lost", "required", b"required", "stage", b"stage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "awaited", b"awaited", "changed_tensors", b"changed_tensors", "engine", b"engine", "error_message", b"error_message", "error_reason", b"error_reason", "lost", b"lost", "required", b"required", "stage", b"stage", "tensor_count", b"tensor_count", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__changed_tensors: _TypeAlias = _typing.Literal["changed_tensors"]  # noqa: Y015
+    _WhichOneofArgType__changed_tensors: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_tensors) -> _WhichOneofReturnType__changed_tensors | None: ...
 
 Global___EngineOutcome: _TypeAlias = EngineOutcome  # noqa: Y015
 

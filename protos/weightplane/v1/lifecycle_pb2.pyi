@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import engine_pb2 as _engine_pb2
 from weightplane.v1 import fleet_pb2 as _fleet_pb2
+from weightplane.v1 import pause_pb2 as _pause_pb2
 from weightplane.v1 import version_pb2 as _version_pb2
 import builtins as _builtins
 import sys
@@ -22,34 +23,6 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
-
-class _PauseMode:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _PauseModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_PauseMode.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    PAUSE_MODE_UNSPECIFIED: _PauseMode.ValueType  # 0
-    """Not set: as PAUSE_MODE_KEEP."""
-    PAUSE_MODE_KEEP: _PauseMode.ValueType  # 1
-    """They stand still, and go on afterwards."""
-    PAUSE_MODE_ABORT: _PauseMode.ValueType  # 2
-    """They end, with the tokens that they have."""
-    PAUSE_MODE_WAIT: _PauseMode.ValueType  # 3
-    """They go on to their end, within a limit."""
-
-class PauseMode(_PauseMode, metaclass=_PauseModeEnumTypeWrapper):
-    """What becomes of the requests in an engine that is paused; vLLM's names."""
-
-PAUSE_MODE_UNSPECIFIED: PauseMode.ValueType  # 0
-"""Not set: as PAUSE_MODE_KEEP."""
-PAUSE_MODE_KEEP: PauseMode.ValueType  # 1
-"""They stand still, and go on afterwards."""
-PAUSE_MODE_ABORT: PauseMode.ValueType  # 2
-"""They end, with the tokens that they have."""
-PAUSE_MODE_WAIT: PauseMode.ValueType  # 3
-"""They go on to their end, within a limit."""
-Global___PauseMode: _TypeAlias = PauseMode  # noqa: Y015
 
 class _RankState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -99,9 +72,9 @@ class PauseGenerationRequest(_message.Message):
     """The run that the engine must belong to."""
     owner: _builtins.str
     """Who asks; the same name ends it."""
-    mode: Global___PauseMode.ValueType
+    mode: _pause_pb2.PauseMode.ValueType
     """What becomes of the requests in the engine."""
-    fallback: Global___PauseMode.ValueType
+    fallback: _pause_pb2.PauseMode.ValueType
     """With PAUSE_MODE_WAIT: what becomes of those that took longer. KEEP or ABORT."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
@@ -117,9 +90,9 @@ class PauseGenerationRequest(_message.Message):
         run_id: _builtins.str = ...,
         engine: _version_pb2.EngineRef | None = ...,
         owner: _builtins.str = ...,
-        mode: Global___PauseMode.ValueType = ...,
+        mode: _pause_pb2.PauseMode.ValueType = ...,
         wait_limit: _duration_pb2.Duration | None = ...,
-        fallback: Global___PauseMode.ValueType = ...,
+        fallback: _pause_pb2.PauseMode.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "wait_limit", b"wait_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...

@@ -606,6 +606,7 @@ class EngineView(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
     CATCH_UP_FIELD_NUMBER: _builtins.int
+    VERIFICATION_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
@@ -618,6 +619,8 @@ class EngineView(_message.Message):
     """The unit that it serves with; empty: alone."""
     catch_up: _builtins.str
     """Brought up to date from a checkpoint now: the update's id."""
+    verification: _engine_pb2.Verification.ValueType
+    """By what its weights were found to be right, where it was brought any."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its last report. `known` tells whether that is still current."""
@@ -652,10 +655,11 @@ class EngineView(_message.Message):
         group: _builtins.str = ...,
         unit: _builtins.str = ...,
         catch_up: _builtins.str = ...,
+        verification: _engine_pb2.Verification.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

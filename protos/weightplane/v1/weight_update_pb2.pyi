@@ -10,6 +10,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import layout_pb2 as _layout_pb2
+from weightplane.v1 import pause_pb2 as _pause_pb2
 from weightplane.v1 import version_pb2 as _version_pb2
 import builtins as _builtins
 import sys
@@ -179,6 +180,7 @@ class UpdateOpen(_message.Message):
     WRITER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
@@ -223,6 +225,10 @@ class UpdateOpen(_message.Message):
         probed.
         """
 
+    @_builtins.property
+    def pause(self) -> _pause_pb2.PausePolicy:
+        """What becomes of the requests in the engine at the install. Absent: the engine's own setting."""
+
     def __init__(
         self,
         *,
@@ -239,10 +245,11 @@ class UpdateOpen(_message.Message):
         writer: Global___UpdateWriter.ValueType = ...,
         checkpoint: _builtins.str = ...,
         link: Global___Link | None = ...,
+        pause: _pause_pb2.PausePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "pause", b"pause", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -327,6 +334,7 @@ class Manifest(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
     layout_digest: _builtins.bytes
     """sha256 of the layout."""
     tensor_count: _builtins.int
@@ -339,6 +347,10 @@ class Manifest(_message.Message):
     def base(self) -> Global___Base:
         """Present for a delta: what it changes. An engine that holds anything else refuses it (INV-5)."""
 
+    @_builtins.property
+    def reference(self) -> Global___CanaryReference:
+        """What the trainer's own model says under these weights; an engine that says something else is poisoned."""
+
     def __init__(
         self,
         *,
@@ -347,10 +359,11 @@ class Manifest(_message.Message):
         byte_count: _builtins.int | None = ...,
         step: _builtins.int | None = ...,
         base: Global___Base | None = ...,
+        reference: Global___CanaryReference | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "reference", b"reference", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "layout_digest", b"layout_digest", "step", b"step", "tensor_count", b"tensor_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count", "_step", b"_step", "base", b"base", "byte_count", b"byte_count", "layout_digest", b"layout_digest", "reference", b"reference", "step", b"step", "tensor_count", b"tensor_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__byte_count: _TypeAlias = _typing.Literal["byte_count"]  # noqa: Y015
     _WhichOneofArgType__byte_count: _TypeAlias = _typing.Literal["_byte_count", b"_byte_count"]  # noqa: Y015
@@ -362,6 +375,40 @@ class Manifest(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___Manifest: _TypeAlias = Manifest  # noqa: Y015
+
+@_typing.final
+class CanaryReference(_message.Message):
+    """Log probabilities of a prompt, to compare an engine's with."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOLERANCE_FIELD_NUMBER: _builtins.int
+    tolerance: _builtins.float
+    """Largest difference of one of them that is still the same model. Positive."""
+    @_builtins.property
+    def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The prompt; each id within the engine's vocabulary."""
+
+    @_builtins.property
+    def prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Natural log, from the second token on: one fewer than tokens."""
+
+    def __init__(
+        self,
+        *,
+        prompt_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        tolerance: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "prompt_token_ids", b"prompt_token_ids", "tolerance", b"tolerance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CanaryReference: _TypeAlias = CanaryReference  # noqa: Y015
 
 @_typing.final
 class LayoutPart(_message.Message):
@@ -736,12 +783,15 @@ class UpdateApplied(_message.Message):
     CHANGED_TENSORS_FIELD_NUMBER: _builtins.int
     TIMINGS_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     content_digest: _builtins.bytes
     """What its content is."""
     changed_tensors: _builtins.int
     """Tensors whose bytes differ from the engine's last version; absent at its first. 0 hints that the
     wrong model was pushed.
     """
+    tensor_count: _builtins.int
+    """Tensors of the version."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """The version held."""
@@ -762,10 +812,11 @@ class UpdateApplied(_message.Message):
         changed_tensors: _builtins.int | None = ...,
         timings: Global___InstallTimings | None = ...,
         canary: Global___Canary | None = ...,
+        tensor_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "canary", b"canary", "changed_tensors", b"changed_tensors", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "canary", b"canary", "changed_tensors", b"changed_tensors", "content_digest", b"content_digest", "timings", b"timings", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "canary", b"canary", "changed_tensors", b"changed_tensors", "content_digest", b"content_digest", "tensor_count", b"tensor_count", "timings", b"timings", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__changed_tensors: _TypeAlias = _typing.Literal["changed_tensors"]  # noqa: Y015
     _WhichOneofArgType__changed_tensors: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors"]  # noqa: Y015
@@ -783,6 +834,7 @@ class InstallTimings(_message.Message):
     INSTALL_FIELD_NUMBER: _builtins.int
     CACHES_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    WAIT_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def quiesce(self) -> _duration_pb2.Duration:
         """Until every made token was with its consumer."""
@@ -799,6 +851,10 @@ class InstallTimings(_message.Message):
     def canary(self) -> _duration_pb2.Duration:
         """The canary's requests."""
 
+    @_builtins.property
+    def wait(self) -> _duration_pb2.Duration:
+        """Before that, with PAUSE_MODE_WAIT: until the requests in the engine had ended; only new ones waited."""
+
     def __init__(
         self,
         *,
@@ -806,10 +862,11 @@ class InstallTimings(_message.Message):
         install: _duration_pb2.Duration | None = ...,
         caches: _duration_pb2.Duration | None = ...,
         canary: _duration_pb2.Duration | None = ...,
+        wait: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce", "wait", b"wait"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches", "canary", b"canary", "install", b"install", "quiesce", b"quiesce", "wait", b"wait"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -823,6 +880,9 @@ class Canary(_message.Message):
 
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
+    BY_REFERENCE_FIELD_NUMBER: _builtins.int
+    by_reference: _builtins.bool
+    """It also said what the trainer's own log probabilities are, which came with the update."""
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Natural-log probabilities of the prompt's tokens, from the second on."""
@@ -836,10 +896,11 @@ class Canary(_message.Message):
         *,
         prompt_logprobs: _abc.Iterable[_builtins.float] | None = ...,
         tokens: _abc.Iterable[_builtins.int] | None = ...,
+        by_reference: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by_reference", b"by_reference", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

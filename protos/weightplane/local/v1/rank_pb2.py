@@ -24,12 +24,13 @@ _sym_db = _symbol_database.Default()
 
 from weightplane.v1 import fleet_pb2 as weightplane_dot_v1_dot_fleet__pb2
 from weightplane.v1 import layout_pb2 as weightplane_dot_v1_dot_layout__pb2
+from weightplane.v1 import pause_pb2 as weightplane_dot_v1_dot_pause__pb2
 from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 from weightplane.v1 import weight_update_pb2 as weightplane_dot_v1_dot_weight__update__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweightplane/local/v1/rank.proto\x12\x14weightplane.local.v1\x1a\x1aweightplane/v1/fleet.proto\x1a\x1bweightplane/v1/layout.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\xef\x04\n\x0bRankRequest\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.weightplane.local.v1.JoinH\x00\x12>\n\x0blayout_part\x18\x02 \x01(\x0b\x32\'.weightplane.local.v1.LayoutPartMessageH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.weightplane.local.v1.ProgressH\x00\x12\x35\n\npush_begin\x18\x04 \x01(\x0b\x32\x1f.weightplane.local.v1.PushBeginH\x00\x12\x35\n\nsend_chunk\x18\x05 \x01(\x0b\x32\x1f.weightplane.local.v1.SendChunkH\x00\x12\x31\n\x08push_end\x18\x06 \x01(\x0b\x32\x1d.weightplane.local.v1.PushEndH\x00\x12\x37\n\x0bpush_failed\x18\x07 \x01(\x0b\x32 .weightplane.local.v1.PushFailedH\x00\x12,\n\x05leave\x18\x08 \x01(\x0b\x32\x1b.weightplane.local.v1.LeaveH\x00\x12\x33\n\tlink_made\x18\t \x01(\x0b\x32\x1e.weightplane.local.v1.LinkMadeH\x00\x12\x39\n\x0c\x64\x65lta_chosen\x18\n \x01(\x0b\x32!.weightplane.local.v1.DeltaChosenH\x00\x12\x35\n\x07\x64\x65vices\x18\x0b \x01(\x0b\x32\".weightplane.local.v1.DevicesAskedH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xf3\x01\n\x04Join\x12\x19\n\x04rank\x18\x01 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x08\x01H\x00\x88\x01\x01\x12\x1c\n\nworld_size\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x15\n\x05model\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x17\n\x07host_id\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1b\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x1f\n\rlayout_digest\x18\x08 \x01(\x0c\x42\x08\x8a\xe8\x18\x04  ( \x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x42\x07\n\x05_rank\"\x91\x01\n\x11LayoutPartMessage\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.weightplane.v1.TensorSpec\x12!\n\x04ties\x18\x04 \x03(\x0b\x32\x13.weightplane.v1.Tie\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"\'\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\"\x9e\x01\n\tPushBegin\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\x12\"\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x14.weightplane.v1.Base\x12\r\n\x05\x63heck\x18\x06 \x01(\x08\x12\x13\n\x0bkeeps_whole\x18\x07 \x01(\x08\"\x8c\x01\n\tSendChunk\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05index\x18\x02 \x01(\x03\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.weightplane.v1.TensorRecord\x12-\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x1c.weightplane.v1.BufferHandle\"^\n\x07PushEnd\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\x0c\"Q\n\x08LinkMade\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x12\n\nengine_ids\x18\x04 \x03(\t\"0\n\x0b\x44\x65ltaChosen\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\"\xb4\x01\n\nPushFailed\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x03 \x03(\x0b\x32\x33.weightplane.local.v1.PushFailed.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x0c\x44\x65vicesAsked\x12\x0c\n\x04take\x18\x01 \x01(\x08\x12\r\n\x05level\x18\x02 \x01(\x05\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\x12\x10\n\x08sequence\x18\x04 \x01(\x03\"\xd0\x01\n\x0b\x44\x65vicesDone\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12L\n\x0e\x65rror_metadata\x18\x04 \x03(\x0b\x32\x34.weightplane.local.v1.DevicesDone.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x07\n\x05Leave\"\xa9\x03\n\x0cRankResponse\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.weightplane.local.v1.JoinedH\x00\x12\x33\n\tpush_plan\x18\x02 \x01(\x0b\x32\x1e.weightplane.local.v1.PushPlanH\x00\x12\x37\n\x0bpush_result\x18\x03 \x01(\x0b\x32 .weightplane.local.v1.PushResultH\x00\x12\x33\n\x05\x65rror\x18\x04 \x01(\x0b\x32\".weightplane.local.v1.SessionErrorH\x00\x12=\n\x0e\x63hunk_released\x18\x05 \x01(\x0b\x32#.weightplane.local.v1.ChunkReleasedH\x00\x12\x39\n\x0cpush_serving\x18\x06 \x01(\x0b\x32!.weightplane.local.v1.PushServingH\x00\x12\x39\n\x0c\x64\x65vices_done\x18\x07 \x01(\x0b\x32!.weightplane.local.v1.DevicesDoneH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"0\n\rChunkReleased\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"\xe4\x01\n\x0bPushServing\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nengine_ids\x18\x02 \x03(\t\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12L\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x34.weightplane.local.v1.PushServing.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"=\n\x06Joined\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x15\n\rholds_devices\x18\x03 \x01(\x08\"\xaa\x02\n\x08PushPlan\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x15\n\rplan_revision\x18\x04 \x01(\x03\x12/\n\x0b\x61ssignments\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.Assignment\x12\x30\n\x0cshared_slots\x18\x06 \x03(\x0b\x32\x1a.weightplane.local.v1.Slot\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\x12\x10\n\x08sequence\x18\x08 \x01(\x03\x12\x12\n\nkeep_whole\x18\t \x01(\x08\x12\x11\n\tlink_host\x18\n \x01(\t\"(\n\x04Slot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"\xb2\x02\n\nPushResult\x12*\n\x05state\x18\x01 \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x17\n\x0fmemory_released\x18\x02 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x33.weightplane.local.v1.PushResult.ErrorMetadataEntry\x12\r\n\x05retry\x18\x06 \x01(\x08\x12\x10\n\x08sequence\x18\x07 \x01(\x03\x12\x0e\n\x06stacks\x18\x08 \x01(\t\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb4\x01\n\x0cSessionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x42\n\x08metadata\x18\x04 \x03(\x0b\x32\x30.weightplane.local.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fweightplane/local/v1/rank.proto\x12\x14weightplane.local.v1\x1a\x1aweightplane/v1/fleet.proto\x1a\x1bweightplane/v1/layout.proto\x1a\x1aweightplane/v1/pause.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\x1a\"weightplane/v1/weight_update.proto\"\xef\x04\n\x0bRankRequest\x12*\n\x04join\x18\x01 \x01(\x0b\x32\x1a.weightplane.local.v1.JoinH\x00\x12>\n\x0blayout_part\x18\x02 \x01(\x0b\x32\'.weightplane.local.v1.LayoutPartMessageH\x00\x12\x32\n\x08progress\x18\x03 \x01(\x0b\x32\x1e.weightplane.local.v1.ProgressH\x00\x12\x35\n\npush_begin\x18\x04 \x01(\x0b\x32\x1f.weightplane.local.v1.PushBeginH\x00\x12\x35\n\nsend_chunk\x18\x05 \x01(\x0b\x32\x1f.weightplane.local.v1.SendChunkH\x00\x12\x31\n\x08push_end\x18\x06 \x01(\x0b\x32\x1d.weightplane.local.v1.PushEndH\x00\x12\x37\n\x0bpush_failed\x18\x07 \x01(\x0b\x32 .weightplane.local.v1.PushFailedH\x00\x12,\n\x05leave\x18\x08 \x01(\x0b\x32\x1b.weightplane.local.v1.LeaveH\x00\x12\x33\n\tlink_made\x18\t \x01(\x0b\x32\x1e.weightplane.local.v1.LinkMadeH\x00\x12\x39\n\x0c\x64\x65lta_chosen\x18\n \x01(\x0b\x32!.weightplane.local.v1.DeltaChosenH\x00\x12\x35\n\x07\x64\x65vices\x18\x0b \x01(\x0b\x32\".weightplane.local.v1.DevicesAskedH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"\xf3\x01\n\x04Join\x12\x19\n\x04rank\x18\x01 \x01(\x05\x42\x06\x8a\xe8\x18\x02\x08\x01H\x00\x88\x01\x01\x12\x1c\n\nworld_size\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x01\x12\x15\n\x05model\x18\x03 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x0b\n\x03pid\x18\x04 \x01(\x03\x12\x17\n\x07host_id\x18\x05 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x1b\n\x0b\x64\x65vice_uuid\x18\x06 \x01(\tB\x06\x8a\xe8\x18\x02\x08\x01\x12\x15\n\rrestart_count\x18\x07 \x01(\x05\x12\x1f\n\rlayout_digest\x18\x08 \x01(\x0c\x42\x08\x8a\xe8\x18\x04  ( \x12\x17\n\x0ftimeout_seconds\x18\t \x01(\x01\x42\x07\n\x05_rank\"\x91\x01\n\x11LayoutPartMessage\x12\r\n\x05index\x18\x01 \x01(\x05\x12\r\n\x05\x63ount\x18\x02 \x01(\x05\x12+\n\x07tensors\x18\x03 \x03(\x0b\x32\x1a.weightplane.v1.TensorSpec\x12!\n\x04ties\x18\x04 \x03(\x0b\x32\x13.weightplane.v1.Tie\x12\x0e\n\x06\x66ormat\x18\x05 \x01(\t\"\'\n\x08Progress\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\r\n\x05phase\x18\x02 \x01(\t\"\xfe\x01\n\tPushBegin\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x17\n\x0ftimeout_seconds\x18\x02 \x01(\x01\x12\x10\n\x08sequence\x18\x03 \x01(\x03\x12\x10\n\x08\x64\x65tached\x18\x04 \x01(\x08\x12\"\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x14.weightplane.v1.Base\x12\r\n\x05\x63heck\x18\x06 \x01(\x08\x12\x13\n\x0bkeeps_whole\x18\x07 \x01(\x08\x12\x32\n\treference\x18\x08 \x01(\x0b\x32\x1f.weightplane.v1.CanaryReference\x12*\n\x05pause\x18\t \x01(\x0b\x32\x1b.weightplane.v1.PausePolicy\"\x8c\x01\n\tSendChunk\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05index\x18\x02 \x01(\x03\x12-\n\x07records\x18\x03 \x03(\x0b\x32\x1c.weightplane.v1.TensorRecord\x12-\n\x07\x62uffers\x18\x04 \x03(\x0b\x32\x1c.weightplane.v1.BufferHandle\"^\n\x07PushEnd\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\x13\n\x0b\x63hunk_count\x18\x02 \x01(\x03\x12\x12\n\nbyte_count\x18\x03 \x01(\x03\x12\x16\n\x0e\x63ontent_digest\x18\x04 \x01(\x0c\"Q\n\x08LinkMade\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x0f\n\x07link_id\x18\x02 \x01(\t\x12\x12\n\nrendezvous\x18\x03 \x01(\t\x12\x12\n\nengine_ids\x18\x04 \x03(\t\"0\n\x0b\x44\x65ltaChosen\x12\x12\n\nengine_ids\x18\x01 \x03(\t\x12\r\n\x05\x64\x65lta\x18\x02 \x01(\x08\"\xb4\x01\n\nPushFailed\x12\r\n\x05\x63\x61use\x18\x01 \x01(\t\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x03 \x03(\x0b\x32\x33.weightplane.local.v1.PushFailed.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"V\n\x0c\x44\x65vicesAsked\x12\x0c\n\x04take\x18\x01 \x01(\x08\x12\r\n\x05level\x18\x02 \x01(\x05\x12\x17\n\x0ftimeout_seconds\x18\x03 \x01(\x01\x12\x10\n\x08sequence\x18\x04 \x01(\x03\"\xd0\x01\n\x0b\x44\x65vicesDone\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x14\n\x0c\x65rror_reason\x18\x02 \x01(\t\x12\x15\n\rerror_message\x18\x03 \x01(\t\x12L\n\x0e\x65rror_metadata\x18\x04 \x03(\x0b\x32\x34.weightplane.local.v1.DevicesDone.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x07\n\x05Leave\"\xa9\x03\n\x0cRankResponse\x12.\n\x06joined\x18\x01 \x01(\x0b\x32\x1c.weightplane.local.v1.JoinedH\x00\x12\x33\n\tpush_plan\x18\x02 \x01(\x0b\x32\x1e.weightplane.local.v1.PushPlanH\x00\x12\x37\n\x0bpush_result\x18\x03 \x01(\x0b\x32 .weightplane.local.v1.PushResultH\x00\x12\x33\n\x05\x65rror\x18\x04 \x01(\x0b\x32\".weightplane.local.v1.SessionErrorH\x00\x12=\n\x0e\x63hunk_released\x18\x05 \x01(\x0b\x32#.weightplane.local.v1.ChunkReleasedH\x00\x12\x39\n\x0cpush_serving\x18\x06 \x01(\x0b\x32!.weightplane.local.v1.PushServingH\x00\x12\x39\n\x0c\x64\x65vices_done\x18\x07 \x01(\x0b\x32!.weightplane.local.v1.DevicesDoneH\x00\x42\x11\n\x07message\x12\x06\x8a\xe8\x18\x02\x08\x01\"0\n\rChunkReleased\x12\r\n\x05index\x18\x01 \x01(\x03\x12\x10\n\x08sequence\x18\x02 \x01(\x03\"\xe4\x01\n\x0bPushServing\x12\x10\n\x08sequence\x18\x01 \x01(\x03\x12\x12\n\nengine_ids\x18\x02 \x03(\t\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12L\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x34.weightplane.local.v1.PushServing.ErrorMetadataEntry\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"=\n\x06Joined\x12\x0c\n\x04term\x18\x01 \x01(\x03\x12\x0e\n\x06run_id\x18\x02 \x01(\t\x12\x15\n\rholds_devices\x18\x03 \x01(\x08\"\xaa\x02\n\x08PushPlan\x12\x11\n\tupdate_id\x18\x01 \x01(\t\x12.\n\x07version\x18\x02 \x01(\x0b\x32\x1d.weightplane.v1.WeightVersion\x12\x13\n\x0bplan_digest\x18\x03 \x01(\x0c\x12\x15\n\rplan_revision\x18\x04 \x01(\x03\x12/\n\x0b\x61ssignments\x18\x05 \x03(\x0b\x32\x1a.weightplane.v1.Assignment\x12\x30\n\x0cshared_slots\x18\x06 \x03(\x0b\x32\x1a.weightplane.local.v1.Slot\x12\x13\n\x0b\x63hunk_bytes\x18\x07 \x01(\x03\x12\x10\n\x08sequence\x18\x08 \x01(\x03\x12\x12\n\nkeep_whole\x18\t \x01(\x08\x12\x11\n\tlink_host\x18\n \x01(\t\"(\n\x04Slot\x12\x11\n\tengine_id\x18\x01 \x01(\t\x12\r\n\x05ranks\x18\x02 \x03(\x05\"\xb2\x02\n\nPushResult\x12*\n\x05state\x18\x01 \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x17\n\x0fmemory_released\x18\x02 \x01(\x08\x12\x14\n\x0c\x65rror_reason\x18\x03 \x01(\t\x12\x15\n\rerror_message\x18\x04 \x01(\t\x12K\n\x0e\x65rror_metadata\x18\x05 \x03(\x0b\x32\x33.weightplane.local.v1.PushResult.ErrorMetadataEntry\x12\r\n\x05retry\x18\x06 \x01(\x08\x12\x10\n\x08sequence\x18\x07 \x01(\x03\x12\x0e\n\x06stacks\x18\x08 \x01(\t\x1a\x34\n\x12\x45rrorMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xb4\x01\n\x0cSessionError\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\x0e\n\x06\x66\x65nced\x18\x03 \x01(\x08\x12\x42\n\x08metadata\x18\x04 \x03(\x0b\x32\x30.weightplane.local.v1.SessionError.MetadataEntry\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -62,56 +63,56 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_options = b'8\001'
   _globals['_SESSIONERROR_METADATAENTRY']._loaded_options = None
   _globals['_SESSIONERROR_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_RANKREQUEST']._serialized_start=209
-  _globals['_RANKREQUEST']._serialized_end=832
-  _globals['_JOIN']._serialized_start=835
-  _globals['_JOIN']._serialized_end=1078
-  _globals['_LAYOUTPARTMESSAGE']._serialized_start=1081
-  _globals['_LAYOUTPARTMESSAGE']._serialized_end=1226
-  _globals['_PROGRESS']._serialized_start=1228
-  _globals['_PROGRESS']._serialized_end=1267
-  _globals['_PUSHBEGIN']._serialized_start=1270
-  _globals['_PUSHBEGIN']._serialized_end=1428
-  _globals['_SENDCHUNK']._serialized_start=1431
-  _globals['_SENDCHUNK']._serialized_end=1571
-  _globals['_PUSHEND']._serialized_start=1573
-  _globals['_PUSHEND']._serialized_end=1667
-  _globals['_LINKMADE']._serialized_start=1669
-  _globals['_LINKMADE']._serialized_end=1750
-  _globals['_DELTACHOSEN']._serialized_start=1752
-  _globals['_DELTACHOSEN']._serialized_end=1800
-  _globals['_PUSHFAILED']._serialized_start=1803
-  _globals['_PUSHFAILED']._serialized_end=1983
-  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_start=1931
-  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_end=1983
-  _globals['_DEVICESASKED']._serialized_start=1985
-  _globals['_DEVICESASKED']._serialized_end=2071
-  _globals['_DEVICESDONE']._serialized_start=2074
-  _globals['_DEVICESDONE']._serialized_end=2282
-  _globals['_DEVICESDONE_ERRORMETADATAENTRY']._serialized_start=1931
-  _globals['_DEVICESDONE_ERRORMETADATAENTRY']._serialized_end=1983
-  _globals['_LEAVE']._serialized_start=2284
-  _globals['_LEAVE']._serialized_end=2291
-  _globals['_RANKRESPONSE']._serialized_start=2294
-  _globals['_RANKRESPONSE']._serialized_end=2719
-  _globals['_CHUNKRELEASED']._serialized_start=2721
-  _globals['_CHUNKRELEASED']._serialized_end=2769
-  _globals['_PUSHSERVING']._serialized_start=2772
-  _globals['_PUSHSERVING']._serialized_end=3000
-  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_start=1931
-  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_end=1983
-  _globals['_JOINED']._serialized_start=3002
-  _globals['_JOINED']._serialized_end=3063
-  _globals['_PUSHPLAN']._serialized_start=3066
-  _globals['_PUSHPLAN']._serialized_end=3364
-  _globals['_SLOT']._serialized_start=3366
-  _globals['_SLOT']._serialized_end=3406
-  _globals['_PUSHRESULT']._serialized_start=3409
-  _globals['_PUSHRESULT']._serialized_end=3715
-  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_start=1931
-  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_end=1983
-  _globals['_SESSIONERROR']._serialized_start=3718
-  _globals['_SESSIONERROR']._serialized_end=3898
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=3851
-  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=3898
+  _globals['_RANKREQUEST']._serialized_start=237
+  _globals['_RANKREQUEST']._serialized_end=860
+  _globals['_JOIN']._serialized_start=863
+  _globals['_JOIN']._serialized_end=1106
+  _globals['_LAYOUTPARTMESSAGE']._serialized_start=1109
+  _globals['_LAYOUTPARTMESSAGE']._serialized_end=1254
+  _globals['_PROGRESS']._serialized_start=1256
+  _globals['_PROGRESS']._serialized_end=1295
+  _globals['_PUSHBEGIN']._serialized_start=1298
+  _globals['_PUSHBEGIN']._serialized_end=1552
+  _globals['_SENDCHUNK']._serialized_start=1555
+  _globals['_SENDCHUNK']._serialized_end=1695
+  _globals['_PUSHEND']._serialized_start=1697
+  _globals['_PUSHEND']._serialized_end=1791
+  _globals['_LINKMADE']._serialized_start=1793
+  _globals['_LINKMADE']._serialized_end=1874
+  _globals['_DELTACHOSEN']._serialized_start=1876
+  _globals['_DELTACHOSEN']._serialized_end=1924
+  _globals['_PUSHFAILED']._serialized_start=1927
+  _globals['_PUSHFAILED']._serialized_end=2107
+  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_start=2055
+  _globals['_PUSHFAILED_ERRORMETADATAENTRY']._serialized_end=2107
+  _globals['_DEVICESASKED']._serialized_start=2109
+  _globals['_DEVICESASKED']._serialized_end=2195
+  _globals['_DEVICESDONE']._serialized_start=2198
+  _globals['_DEVICESDONE']._serialized_end=2406
+  _globals['_DEVICESDONE_ERRORMETADATAENTRY']._serialized_start=2055
+  _globals['_DEVICESDONE_ERRORMETADATAENTRY']._serialized_end=2107
+  _globals['_LEAVE']._serialized_start=2408
+  _globals['_LEAVE']._serialized_end=2415
+  _globals['_RANKRESPONSE']._serialized_start=2418
+  _globals['_RANKRESPONSE']._serialized_end=2843
+  _globals['_CHUNKRELEASED']._serialized_start=2845
+  _globals['_CHUNKRELEASED']._serialized_end=2893
+  _globals['_PUSHSERVING']._serialized_start=2896
+  _globals['_PUSHSERVING']._serialized_end=3124
+  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_start=2055
+  _globals['_PUSHSERVING_ERRORMETADATAENTRY']._serialized_end=2107
+  _globals['_JOINED']._serialized_start=3126
+  _globals['_JOINED']._serialized_end=3187
+  _globals['_PUSHPLAN']._serialized_start=3190
+  _globals['_PUSHPLAN']._serialized_end=3488
+  _globals['_SLOT']._serialized_start=3490
+  _globals['_SLOT']._serialized_end=3530
+  _globals['_PUSHRESULT']._serialized_start=3533
+  _globals['_PUSHRESULT']._serialized_end=3839
+  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_start=2055
+  _globals['_PUSHRESULT_ERRORMETADATAENTRY']._serialized_end=2107
+  _globals['_SESSIONERROR']._serialized_start=3842
+  _globals['_SESSIONERROR']._serialized_end=4022
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_start=3975
+  _globals['_SESSIONERROR_METADATAENTRY']._serialized_end=4022
 # @@protoc_insertion_point(module_scope)

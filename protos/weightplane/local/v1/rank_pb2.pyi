@@ -13,6 +13,7 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from weightplane.v1 import fleet_pb2 as _fleet_pb2
 from weightplane.v1 import layout_pb2 as _layout_pb2
+from weightplane.v1 import pause_pb2 as _pause_pb2
 from weightplane.v1 import version_pb2 as _version_pb2
 from weightplane.v1 import weight_update_pb2 as _weight_update_pb2
 import builtins as _builtins
@@ -249,6 +250,8 @@ class PushBegin(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     CHECK_FIELD_NUMBER: _builtins.int
     KEEPS_WHOLE_FIELD_NUMBER: _builtins.int
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    PAUSE_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step whose weights these are; equal on all ranks."""
     timeout_seconds: _builtins.float
@@ -265,6 +268,14 @@ class PushBegin(_message.Message):
     def base(self) -> _weight_update_pb2.Base:
         """The version whose bytes this rank still has; for a delta. Equal on all ranks that have any."""
 
+    @_builtins.property
+    def reference(self) -> _weight_update_pb2.CanaryReference:
+        """What the trainer's model says under these weights. That of the lowest rank that has one counts."""
+
+    @_builtins.property
+    def pause(self) -> _pause_pb2.PausePolicy:
+        """What becomes of the engines' requests at their installs. That of the lowest rank that has one counts."""
+
     def __init__(
         self,
         *,
@@ -275,10 +286,12 @@ class PushBegin(_message.Message):
         base: _weight_update_pb2.Base | None = ...,
         check: _builtins.bool = ...,
         keeps_whole: _builtins.bool = ...,
+        reference: _weight_update_pb2.CanaryReference | None = ...,
+        pause: _pause_pb2.PausePolicy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "pause", b"pause", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "keeps_whole", b"keeps_whole", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "keeps_whole", b"keeps_whole", "pause", b"pause", "reference", b"reference", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

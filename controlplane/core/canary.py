@@ -1,0 +1,100 @@
+"""What engines say after an install, and whether it is what these weights should say.
+
+An engine speaks a fixed prompt after each install. That its numbers are finite says that it speaks; that they are right
+is known only by comparison: with the trainer's own log probabilities where the update brought some, else with engines
+that are equal in all that changes an answer (their *likeness*) and hold the same bytes. Of at least three, those that
+a strict majority contradicts are doubted. Where neither is possible nothing is claimed: the version is *unverified*.
+
+Only log probabilities are compared: decoded tokens hang on near-ties, in which equal engines may differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from controlplane.core.versions import EngineId
+
+AT_LEAST = 3
+"""Equal engines, for a majority that means something."""
+MAX_REFERENCE_TOKENS = 64
+
+
+class Verification(Enum):
+    """By what a version's weights in an engine were found right."""
+
+    UNVERIFIED = "unverified"
+    """It speaks; nobody knows what it should say."""
+    MAJORITY = "majority"
+    """It says what most of at least three equal engines say."""
+    REFERENCE = "reference"
+    """It says what the trainer said of the same weights."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """What an engine said of its weights after they were installed."""
+
+    prompt_logprobs: tuple[float, ...]
+    """Natural log; entry i belongs to the fixed prompt's token i + 1."""
+    tokens: tuple[int, ...] = ()
+    """A few greedily decoded tokens, for people."""
+    by_reference: bool = False
+    """It also said what the trainer's own log probabilities are."""
+
+
+@dataclass(frozen=True, slots=True)
+class CanaryReference:
+    """The trainer's own log probabilities of a prompt under the weights of an update."""
+
+    prompt_token_ids: tuple[int, ...]
+    """2 to MAX_REFERENCE_TOKENS."""
+    prompt_logprobs: tuple[float, ...]
+    """Natural log; entry i belongs to token i + 1."""
+    tolerance: float
+    """Largest difference of any one of them that is still the same model."""
+
+    def problem(self) -> str:
+        """Why it cannot be compared with; empty if it can."""
+        tokens, scored = len(self.prompt_token_ids), len(self.prompt_logprobs)
+        if not 2 <= tokens <= MAX_REFERENCE_TOKENS:
+            return f"{tokens} tokens, not 2 to {MAX_REFERENCE_TOKENS}"
+        if scored != tokens - 1:
+            return f"{scored} log probabilities for {tokens} tokens, of which the first has none"
+        return "" if self.tolerance > 0 else f"the tolerance is {self.tolerance}"
+
+    def disagreement(self, prompt_logprobs: tuple[float, ...]) -> str:
+        """How an engine's answer differs; empty if it does not."""
+        worst = difference(self.prompt_logprobs, prompt_logprobs)
+        if worst <= self.tolerance:
+            return ""
+        return f"its log probabilities differ from the trainer's by up to {worst:.3g} (tolerance {self.tolerance:.3g})"
+
+
+def difference(a: tuple[float, ...], b: tuple[float, ...]) -> float:
+    """The largest difference of two answers; infinite where they are not answers to the same prompt."""
+    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0) if len(a) == len(b) else float("inf")
+
+
+def judge(said: Mapping[EngineId, Canary], tolerance: float) -> Mapping[EngineId, str] | None:
+    """Whom a strict majority contradicts, and how. None: there is no majority, and nothing is known.
+
+    `said`: by engines of one likeness that hold the same bytes.
+    """
+    if len(said) < AT_LEAST:
+        return None
+    sides = {
+        name: [other for other, c in said.items() if difference(canary.prompt_logprobs, c.prompt_logprobs) <= tolerance]
+        for name, canary in said.items()
+    }
+    middle = min(sides, key=lambda name: (-len(sides[name]), name))
+    if 2 * len(sides[middle]) <= len(said):
+        return None
+    agreed = f"{len(sides[middle])} of {len(said)} equal engines"
+    return {
+        name: f"its canary differs from {agreed} by up to "
+        f"{difference(canary.prompt_logprobs, said[middle].prompt_logprobs):.3g} (tolerance {tolerance:.3g})"
+        for name, canary in said.items()
+        if name not in sides[middle]
+    }
