@@ -31,6 +31,8 @@ from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.lifecycle_service import LifecycleService
+from engine_agent.members.head import Members
+from engine_agent.members.nodes import FurtherNodes
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
@@ -39,6 +41,7 @@ from engine_agent.rollout_service import RolloutService
 from engine_agent.session import Membership, Session
 from engine_agent.update_service import WeightUpdateService
 from engine_agent.vllm.settings import VllmSettings
+from weightplane.local.v1 import member_pb2, member_pb2_grpc
 from weightplane.v1 import (
     lifecycle_pb2,
     lifecycle_pb2_grpc,
@@ -91,6 +94,10 @@ class EngineSettings:
     deltas: bool = False
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
+    apply: Literal["staged", "streaming"] = "staged"
+    """staged: the engine generates until a version is here, whole and checked. streaming: what comes by shared memory
+    or inline is installed chunk by chunk, and needs no second copy of the weights here; generation stands still for
+    the whole transfer, and a stream that fails leaves the engine shut until the next push."""
     pause: PausePolicy = KEEP
     """What becomes of the requests in the engine at an install, unless the trainer says it: `mode` keep, abort or wait;
     with wait `wait_seconds` and a `fallback`."""
@@ -105,24 +112,27 @@ class EngineSettings:
     """How many engines its unit has."""
 
     def __post_init__(self) -> None:
-        if self.pause.problem:
-            raise ValueError(f"pause: {self.pause.problem}")
+        if self.pause.problem_at_an_install:
+            raise ValueError(f"pause: {self.pause.problem_at_an_install}")
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
             raise ValueError("unit and unit_size go together: name the unit, and how many engines it has")
         if unknown := set(self.transports) - set(TRANSPORTS):
             raise ValueError(f"no transports: {sorted(unknown)}; there are {', '.join(TRANSPORTS)}")
         if "inline" not in self.transports:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
+        if self.apply not in ("staged", "streaming"):
+            raise ValueError(f"apply: {self.apply!r}; there are staged and streaming")
 
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
     """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
     stop = stop or asyncio.Event()
     holder = EngineLifeHolder()
+    members = _members(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     try:
-        holder.life = _new_life(settings, memory)
-        server = await start_server(settings.listen, _services(holder, settings, stop))
+        holder.life = _new_life(settings, memory, members)
+        server = await start_server(settings.listen, _services(holder, settings, stop, members))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
@@ -130,7 +140,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
     signalled = asyncio.create_task(wait_for_signal(stop))
-    agent = _Agent(settings, memory, holder, server, signalled)
+    agent = _Agent(settings, memory, holder, server, signalled, members)
     try:
         return await agent.run()
     except LedgerError as error:  # a later life could not be counted
@@ -152,12 +162,14 @@ class _Agent:
         holder: EngineLifeHolder,
         server: RunningServer,
         signalled: asyncio.Task[None],
+        members: Members | None,
     ) -> None:
         self._settings = settings
         self._memory = memory
         self._holder = holder
         self._server = server
         self._signalled = signalled
+        self._members = members
         self._endpoint = settings.advertise or server.address
         self._supervisor = Supervisor()
         self._turns = Turns()
@@ -188,7 +200,7 @@ class _Agent:
             await self._devices_free(self._holder.life)
             await asyncio.wait({self._signalled}, timeout=wait)
             if not self._signalled.done():
-                self._holder.life = _new_life(self._settings, self._memory)
+                self._holder.life = _new_life(self._settings, self._memory, self._members)
         return ExitCode.OK
 
     def _moved(self) -> object:
@@ -268,17 +280,23 @@ def _membership(settings: EngineSettings) -> Membership:
     return Membership(settings.group, settings.unit, settings.unit_size, reads, transports)
 
 
-def _new_life(settings: EngineSettings, memory: Memory) -> EngineLife:
+def _members(settings: EngineSettings) -> Members | None:
+    further = 0 if settings.vllm is None else settings.vllm.further_nodes
+    return Members(settings.run_id, settings.engine_id, further) if further else None
+
+
+def _new_life(settings: EngineSettings, memory: Memory, members: Members | None = None) -> EngineLife:
     state = EngineState(
         RunId(settings.run_id),
         ModelName(settings.model),
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
-    return EngineLife(state, _new_engine(settings), memory, deltas=settings.deltas, pause=settings.pause)
+    engine, streaming = _new_engine(settings, members), settings.apply == "streaming"
+    return EngineLife(state, engine, memory, deltas=settings.deltas, streaming=streaming, pause=settings.pause)
 
 
-def _new_engine(settings: EngineSettings) -> Engine:
+def _new_engine(settings: EngineSettings, members: Members | None) -> Engine:
     devices = tuple(str(cpu_device_uuid(i)) for i in settings.cpu_devices)
     serve = settings.initial == "serve"
     if settings.backend == "memory":
@@ -290,11 +308,12 @@ def _new_engine(settings: EngineSettings) -> Engine:
 
     vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
     note = settings.state_dir / f"{settings.engine_id}.processes.json"
-    return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note)
+    further = FurtherNodes(members, vllm, settings.engine_id) if members is not None else None
+    return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note, further=further)
 
 
 def _services(
-    holder: EngineLifeHolder, settings: EngineSettings, stop: asyncio.Event
+    holder: EngineLifeHolder, settings: EngineSettings, stop: asyncio.Event, members: Members | None
 ) -> list[Callable[[grpc.aio.Server], str]]:
     def add(register: Callable[[Any, grpc.aio.Server], None], servicer: object, name: str) -> Any:
         def add_to(server: grpc.aio.Server) -> str:
@@ -303,7 +322,14 @@ def _services(
 
         return add_to
 
-    return [
+    own = [
+        add(
+            member_pb2_grpc.add_EngineMembersServicer_to_server,
+            members,
+            member_pb2.DESCRIPTOR.services_by_name["EngineMembers"].full_name,
+        )
+    ]
+    return (own if members is not None else []) + [
         add(
             weight_update_pb2_grpc.add_WeightUpdateServicer_to_server,
             WeightUpdateService(

@@ -16,13 +16,17 @@ from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.sampling import SamplingSettings
 
+DRAFT = "draft"
+"""Capability of an engine with a draft model that updates may carry."""
+DRAFT_IS_A_MIXTURE = "the draft model is a mixture since an install that failed, and this update does not cover it"
+
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
     """What is known of an engine once it has started."""
 
     world_size: int
-    """Worker processes (tensor × pipeline parallel); equals the number of device UUIDs."""
+    """Worker processes (tensor × pipeline × data parallel); equals the number of device UUIDs."""
     device_uuids: tuple[str, ...]
     """One per worker, in worker rank order; each in the form of `controlplane.core.names.device_uuid`."""
     vocab_size: int
@@ -36,7 +40,7 @@ class EngineFacts:
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
-    """Of `staged`, `rollback`, `sleep`, `prefix_cache`. Deltas are the agent's: an engine is given whole versions."""
+    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `draft`. Deltas are the agent's affair."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
     initial_digest: bytes | None = None
@@ -73,6 +77,17 @@ class StagedWeights:
     """The version's decimal number: the label under which the engine stamps tokens."""
     chunks: Mapping[str, Sequence[SegmentSpan]]
     placements: Sequence[Placement]
+
+
+@dataclass(frozen=True)
+class StagedPart:
+    """Whole tensors of a streaming install, checked and waiting in shared memory. `chunks` as in StagedWeights."""
+
+    chunks: Mapping[str, Sequence[SegmentSpan]]
+    tensors: Sequence[int]
+    """Indexes into the layout."""
+    placements: Sequence[Placement]
+    """One for each of `tensors`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +152,41 @@ class Engine(Protocol):
     async def install(self, staged: StagedWeights) -> InstallReport:
         """Install a staged version in every worker, clear every cache, set the engine's label to `staged.label`.
 
+        What the layout has for the draft model goes in with the rest or not at all. After a failure that touched the
+        draft an update without it is refused: what it left there would be taken for whole.
+
         Must be called quiesced. Raises InstallFailed with `touched` true unless the old weights are
         certainly whole; EngineDied. On return every worker has copied what it needs: the staged bytes may go.
+        """
+        ...
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        """Begin an install whose bytes come in parts. Must be called quiesced; one of `finish_streaming` and
+        `abandon_streaming` ends it.
+
+        Raises UnsupportedByEngine without the capability `streaming`; InstallFailed as `install` does; EngineDied.
+        """
+        ...
+
+    async def install_part(self, part: StagedPart) -> None:
+        """Install these tensors in every worker; on return no worker reads the part's memory any more (INV-12).
+
+        Raises InstallFailed, EngineDied. The install goes on to its abandonment then.
+        """
+        ...
+
+    async def finish_streaming(self) -> InstallReport:
+        """Every tensor came: finish the install as `install` does, caches and label too.
+
+        Raises InstallFailed; EngineDied.
+        """
+        ...
+
+    async def abandon_streaming(self) -> None:
+        """No more comes. If a part came the engine's weights are a mixture; the next whole update starts clean. Nothing
+        is resumed. Idempotent.
+
+        Raises EngineDied.
         """
         ...
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -18,7 +17,7 @@ import structlog
 from controlplane import failpoints
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary, CanaryReference
-from controlplane.core.engine_state import Residency, Timings
+from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
 from controlplane.core.pauses import PauseMode
 from engine_agent.engine import InstallReport
@@ -72,12 +71,16 @@ class Install:
     async def _let_finish(self) -> float:
         """Seconds that requests were given to end by themselves; nobody enters meanwhile, since the update holds the
         gate. Those that took longer are named."""
-        if self._pause.mode is not PauseMode.WAIT:
+        life = self._life
+        if self._pause.mode is not PauseMode.WAIT or not life.steps:  # what stands still already ends by no waiting
             return 0.0
         began = time.monotonic()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._pause.wait_seconds):
-                await self._life.requests.none_left()
+        left = asyncio.ensure_future(life.requests.none_left())
+        held = asyncio.ensure_future(life.state.wait_for(_stops, self._pause.wait_seconds))
+        await asyncio.wait({left, held}, timeout=self._pause.wait_seconds, return_when=asyncio.FIRST_COMPLETED)
+        for task in (left, held):
+            task.cancel()
+        await asyncio.gather(left, held, return_exceptions=True)
         if self._life.requests.names:
             log.warning(
                 "requests_took_longer", requests=self._life.requests.names[:NAMES_SHOWN], pause=str(self._pause)
@@ -89,6 +92,10 @@ class Install:
         began, pause = time.monotonic(), self._pause
         await self._life.stop_scheduler()
         await self._life.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+        if isinstance(
+            self._life.core.state.weights, Poisoned
+        ):  # found while it waited: not a token more of that (INV-4)
+            self._life.requests.abort_all()
         if (pause.fallback if pause.mode is PauseMode.WAIT else pause.mode) is PauseMode.ABORT:
             self._life.requests.abort(why="updating")
         return time.monotonic() - began
@@ -128,3 +135,8 @@ async def _spoken(life: EngineLife, label: str, reference: CanaryReference | Non
     if problem:
         raise CanaryFailed(life.core.state.engine_id, label, problem)
     return replace(said, by_reference=True)
+
+
+def _stops(state: EngineState) -> bool:
+    """Somebody keeps the gate shut who does not let requests finish: they are waited for no longer."""
+    return any(hold.kind not in LETS_FINISH | {HoldKind.UPDATING} for hold in state.holds)

@@ -21,6 +21,7 @@ from controlplane.core import engine_events as events
 from controlplane.core import engine_sleep
 from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned, Residency
+from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -40,6 +41,7 @@ from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
 from engine_agent.remembered import Memory, Remembered
 from engine_agent.requests import Requests
+from engine_agent.streaming import StreamingInstall
 
 log = structlog.get_logger(__name__)
 
@@ -51,10 +53,17 @@ class EngineLife:
     """One incarnation. `state` is watched by the session, the services and the gate; `number` is the life's."""
 
     def __init__(
-        self, initial: EngineState, engine: Engine, memory: Memory, *, deltas: bool = False, pause: PausePolicy = KEEP
+        self,
+        initial: EngineState,
+        engine: Engine,
+        memory: Memory,
+        *,
+        deltas: bool = False,
+        streaming: bool = False,
+        pause: PausePolicy = KEEP,
     ) -> None:
-        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `pause`: of installs, unless their
-        writers say how."""
+        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `streaming`: updates that are
+        installed as they come are taken. `pause`: of installs, unless their writers say how."""
         self.pause = pause
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
@@ -72,6 +81,7 @@ class EngineLife:
         self.requests = Requests(engine, self._count, self._disagree)
         self.waiting = 0
         self.base = BaseKeeper(wanted=deltas)
+        self._takes_streaming = streaming
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.devices_free = asyncio.Event()
         """Of a life that died asleep: who put it to sleep gave its devices back."""
@@ -83,6 +93,7 @@ class EngineLife:
         self._next_stream = 0
         self._stream_errors: dict[int, asyncio.Future[WeightplaneError]] = {}
         self._receivers: dict[int, Receiver] = {}
+        self._streaming: dict[int, StreamingInstall] = {}
         self.links = EngineLinks(initial.engine_id)
         self._outcomes: dict[UpdateId, asyncio.Future[WeightplaneError | None]] = {}
         self._applied: dict[UpdateId, Applied] = {}
@@ -96,10 +107,17 @@ class EngineLife:
         """Start the engine. Raises EngineDied."""
         self.facts = await self.engine.start()
         takes = frozenset({core.DELTA}) if self.base.wanted and self.facts.initial_digest is None else frozenset()
-        capabilities = self.facts.capabilities | takes
+        capabilities = (self.facts.capabilities | takes) - self._not_taken(self.facts.capabilities)
         self.apply(events.Started(self.facts.expected, capabilities, self.facts.initial_digest))
         self._spawn(self._keep_gate())
         self._spawn(self._probe())
+
+    def _not_taken(self, able: frozenset[str]) -> frozenset[str]:
+        """Raises EngineDied: what the settings ask for is not there; better no engine than another one."""
+        if self._takes_streaming and STREAMING not in able:
+            cause = "apply = streaming was asked for, and this engine installs whole versions only"
+            raise EngineDied(engine_id=self.core.state.engine_id, cause=cause)
+        return frozenset() if self._takes_streaming else frozenset({STREAMING})
 
     async def _probe(self) -> None:
         """INV-10: an engine that is gone is not left routable until somebody asks it for tokens."""
@@ -138,6 +156,11 @@ class EngineLife:
         return state.residency is not Residency.AWAKE and state.held_by(HoldKind.ASLEEP) is not None
 
     @property
+    def steps(self) -> bool:
+        """The scheduler runs: requests that are in the engine go on."""
+        return self._scheduler_runs
+
+    @property
     def open(self) -> bool:
         """Requests may enter: the gate is open and the scheduler runs."""
         return self.core.gate_open and self._scheduler_runs
@@ -154,6 +177,8 @@ class EngineLife:
             match effect:
                 case events.Remember(term, coordinator_term, number):
                     self._memory.save(Remembered(term, coordinator_term, number, self._lives))
+                case events.CutStreaming(stream, error):
+                    self._streaming[stream].cut(error)
                 case events.EndStream(stream, error):
                     self._end_stream(stream, error)
                 case events.DropStaged(stream):
@@ -206,11 +231,25 @@ class EngineLife:
     def start_install(self, effect: events.StartInstall) -> None:
         """From here on the agent owns the update: the stream may die (INV-4, INV-6)."""
         update_id = effect.update.update_id
-        # INV-6: an earlier install of the same update says nothing about this one.
+        self._forget(update_id)
+        self._outcome(update_id)
+        install = Install(self, self._receivers[effect.stream], effect.update)
+        self._spawn(self._install(effect.stream, effect.update, install))
+
+    def start_streaming(self, effect: events.StartStreaming) -> StreamingInstall:
+        """From here on only its end opens the gate; what ends its stream before the commit frame cuts it (INV-4)."""
+        update_id = effect.update.update_id
+        self._forget(update_id)
+        self._outcome(update_id)
+        install = StreamingInstall(self, self._receivers[effect.stream], effect.update)
+        self._streaming[effect.stream] = install
+        self._spawn(self._install(effect.stream, effect.update, install))
+        return install
+
+    def _forget(self, update_id: UpdateId) -> None:
+        """INV-6: an earlier install of the same update says nothing about this one."""
         self._applied.pop(update_id, None)
         self._failures.pop(update_id, None)
-        self._outcome(update_id)
-        self._spawn(self._install(effect.stream, effect.update))
 
     async def outcome(self, update_id: UpdateId) -> Applied:
         """Wait for the end of an update's install. Raises its error."""
@@ -238,10 +277,10 @@ class EngineLife:
         for old in list(self._failures)[:-MAX_OUTCOMES]:
             del self._failures[old]
 
-    async def _install(self, stream: int, update: events.Update) -> None:
+    async def _install(self, stream: int, update: events.Update, install: Install) -> None:
         async with self._lock:
             try:
-                await Install(self, self._receivers[stream], update).run()
+                await install.run()
             except (InstallTimedOut, EngineDied) as error:
                 await self._lost_in_install(error)
             except InstallFailed as error:
@@ -251,6 +290,7 @@ class EngineLife:
             except WeightplaneError as error:
                 self._refused(error, touched=update.quiesced)
             finally:
+                self._streaming.pop(stream, None)
                 self.drop(stream)
 
     def note_checksums(self, update: events.Update) -> int | None:

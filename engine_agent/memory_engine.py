@@ -21,16 +21,31 @@ import xxhash
 from controlplane import failpoints
 from controlplane.core.canary import Canary
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
-from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
-from controlplane.core.layout import DType, Expected, TensorSpec, content_digest
+from controlplane.core.engine_streaming import STREAMING
+from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest, UnsupportedByEngine
+from controlplane.core.layout import (
+    DRAFT_PREFIX,
+    PLAIN,
+    DType,
+    Expected,
+    Layout,
+    TargetKind,
+    TensorSpec,
+    content_digest,
+    own_name,
+)
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
+    DRAFT,
+    DRAFT_IS_A_MIXTURE,
     EngineFacts,
     GenerationDelta,
     InstallReport,
     LiveRequests,
+    Placement,
     SegmentSpan,
+    StagedPart,
     StagedWeights,
 )
 
@@ -46,6 +61,12 @@ class MemorySettings:
     tensors: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"w": (4,)})
     """Names and shapes that an update must cover."""
     dtype: DType = DType.F32
+    dtypes: Mapping[str, DType] = field(default_factory=dict)
+    """Of the tensors whose dtype is another than `dtype`."""
+    weights_format: str = PLAIN
+    draft_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Names and shapes of its draft model, which has the same dtypes; empty: it has none. What it speaks does not
+    depend on them."""
     vocab_size: int = 256
     max_model_len: int = 4096
     max_requests: int = 256
@@ -53,6 +74,7 @@ class MemorySettings:
     """How long a token takes; 0 yields to the loop only."""
     install_seconds: float = 0.0
     can_sleep: bool = True
+    can_stream: bool = True
     sleep_seconds: float = 0.0
     """How long sleeping takes, and waking."""
     kv_bytes: int = 1 << 20
@@ -68,6 +90,16 @@ class _Live:
     spans: list[tuple[str, int, int]] = field(default_factory=list)
 
 
+@dataclass
+class _Streaming:
+    """An install whose bytes come in parts."""
+
+    layout: Layout
+    label: str
+    began: float
+    fresh: dict[str, bytes] = field(default_factory=dict)
+
+
 class MemoryEngine:
     """See `engine_agent.engine.Engine`."""
 
@@ -76,6 +108,8 @@ class MemoryEngine:
         self._settings = settings
         self._engine_id = engine_id
         self._weights, self._digest, self._label = hashlib.sha256(b"initial").digest(), b"", "default"
+        self._draft = self._weights
+        self._draft_whole = True
         if serve_initial:
             initial = initial_tensors(settings)
             self._weights = weights_of({name: hashlib.sha256(data).digest() for name, data in initial.items()})
@@ -87,6 +121,7 @@ class MemoryEngine:
         self._death = ""
         self.cleared = 0
         """How often its caches were cleared by a command."""
+        self._streaming: _Streaming | None = None
         self._live: dict[str, _Live] = {}
         self._running = asyncio.Event()
         self._running.set()
@@ -104,8 +139,12 @@ class MemoryEngine:
         """What lies in its device's memory now, of `weights` and `kv`."""
         return frozenset(self._resident)
 
+    @property
+    def draft_weights(self) -> bytes:
+        """Its draft model's weights as one digest, as `weights_of` makes it."""
+        return self._draft
+
     async def start(self) -> EngineFacts:
-        shapes = dict(self._settings.tensors)
         return EngineFacts(
             world_size=len(self._settings.device_uuids),
             device_uuids=tuple(device_uuid(d) for d in self._settings.device_uuids),
@@ -114,13 +153,16 @@ class MemoryEngine:
             max_logprobs=0,
             likeness=f"memory, vocabulary {self._settings.vocab_size}",
             max_requests=self._settings.max_requests,
-            expected=Expected(shapes=shapes, dtypes={n: frozenset({self._settings.dtype}) for n in shapes}),
-            capabilities=frozenset(
-                {"staged", "rollback", SLEEP} if self._settings.can_sleep else {"staged", "rollback"}
-            ),
+            expected=_expected(self._settings),
+            capabilities=self._capabilities(),
             pids=(os.getpid(),),
             initial_digest=self._digest or None,
         )
+
+    def _capabilities(self) -> frozenset[str]:
+        drafted = bool(self._settings.draft_tensors)
+        more = {SLEEP: self._settings.can_sleep, STREAMING: self._settings.can_stream and not drafted, DRAFT: drafted}
+        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
@@ -180,24 +222,73 @@ class MemoryEngine:
         await asyncio.sleep(0)  # the consumer of a token made in the last step has it after one turn of the loop
         return LiveRequests({request_id: live.seen for request_id, live in self._live.items()})
 
-    async def install(self, staged: StagedWeights) -> InstallReport:
+    def _check_still(self, label: str) -> None:
         if self._running.is_set():
-            raise InstallFailed(self._engine_id, staged.label, False, "the engine was not quiesced")
+            raise InstallFailed(self._engine_id, label, False, "the engine was not quiesced")
         if "weights" not in self._resident:
-            raise InstallFailed(self._engine_id, staged.label, False, "the weights are not resident")
+            raise InstallFailed(self._engine_id, label, False, "the weights are not resident")
+
+    async def install(self, staged: StagedWeights) -> InstallReport:
+        self._check_still(staged.label)
+        drafted = staged.layout.draft is not None
+        if not drafted and not self._draft_whole:
+            raise InstallFailed(self._engine_id, staged.label, False, DRAFT_IS_A_MIXTURE)
         began = time.monotonic()
         await asyncio.sleep(self._settings.install_seconds)
         fresh: dict[str, bytes] = {}
         for index, tensor in enumerate(staged.layout.tensors):
             try:
                 failpoints.hit("worker.install", index)
-                fresh[tensor.name] = _digest_of(staged, index)
+                fresh[tensor.name] = _digest_of(staged.chunks, staged.placements[index], tensor)
             except (failpoints.Injected, OSError) as error:
                 self._weights = hashlib.sha256(b"mixture").digest()
+                self._draft, self._draft_whole = (self._weights, False) if drafted else (self._draft, True)
                 raise InstallFailed(self._engine_id, staged.label, True, str(error)) from error
-        self._weights = weights_of(fresh)
+        self._put_in_place(staged.layout, fresh)
         self._label = staged.label
         return InstallReport(len(fresh), time.monotonic() - began, 0.0)
+
+    def _put_in_place(self, layout: Layout, fresh: Mapping[str, bytes]) -> None:
+        """Model and draft in one step, each under its own names."""
+        self._weights = weights_of({t.name: fresh[t.name] for t in layout.tensors if t.is_for(TargetKind.MODEL)})
+        if layout.draft is not None:
+            drafted = [t.name for t in layout.tensors if t.is_for(TargetKind.DRAFT)]
+            self._draft, self._draft_whole = weights_of({own_name(n): fresh[n] for n in drafted}), True
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        if not self._settings.can_stream:
+            raise UnsupportedByEngine(engine_id=self._engine_id, what="streaming installs")
+        self._check_still(label)
+        self._streaming = _Streaming(layout, label, time.monotonic())
+
+    async def install_part(self, part: StagedPart) -> None:
+        streaming = self._under_way()
+        self._weights = hashlib.sha256(b"mixture").digest()
+        for tensor, place in zip(part.tensors, part.placements, strict=True):
+            spec = streaming.layout.tensors[tensor]
+            try:
+                failpoints.hit("worker.install", len(streaming.fresh))
+                streaming.fresh[spec.name] = _digest_of(part.chunks, place, spec)
+            except (failpoints.Injected, OSError) as error:
+                raise InstallFailed(self._engine_id, streaming.label, True, str(error)) from error
+
+    async def finish_streaming(self) -> InstallReport:
+        streaming = self._under_way()
+        await asyncio.sleep(self._settings.install_seconds)
+        missing = [t.name for t in streaming.layout.tensors if t.name not in streaming.fresh]
+        if missing:
+            raise InstallFailed(self._engine_id, streaming.label, True, f"{missing[0]} did not come")
+        self._weights, self._label, self._streaming = weights_of(streaming.fresh), streaming.label, None
+        return InstallReport(len(streaming.fresh), time.monotonic() - streaming.began, 0.0)
+
+    async def abandon_streaming(self) -> None:
+        self._streaming = None
+
+    def _under_way(self) -> _Streaming:
+        if self._streaming is None:
+            raise InstallFailed(self._engine_id, "", False, "no streaming install was begun")
+        self._check_still(self._streaming.label)
+        return self._streaming
 
     async def clear_caches(self) -> None:
         if self._running.is_set():
@@ -227,6 +318,7 @@ class MemoryEngine:
         self._resident = {}
         if level == DROPS_WEIGHTS:  # what is in that memory after waking is anybody's
             self._weights = hashlib.sha256(b"dropped").digest()
+            self._draft, self._draft_whole = self._weights, not self._settings.draft_tensors
 
     async def wake(self, *, kv_cache: bool) -> None:
         await asyncio.sleep(self._settings.sleep_seconds)
@@ -253,11 +345,25 @@ class MemoryEngine:
 
 def initial_tensors(settings: MemorySettings) -> dict[str, bytes]:
     """The bytes of the tensors that such an engine loads at its start."""
-    return {n: hashlib.shake_256(f"{settings.seed}/{n}".encode()).digest(size) for n, size in _sizes(settings).items()}
+    sizes = {n: size for n, size in _sizes(settings).items() if n in settings.tensors}
+    return {n: hashlib.shake_256(f"{settings.seed}/{n}".encode()).digest(size) for n, size in sizes.items()}
 
 
 def _sizes(settings: MemorySettings) -> dict[str, int]:
-    return {n: TensorSpec(n, settings.dtype, tuple(shape)).byte_count for n, shape in settings.tensors.items()}
+    named = dict(settings.tensors) | {DRAFT_PREFIX + n: shape for n, shape in settings.draft_tensors.items()}
+    return {n: TensorSpec(n, _dtype(settings, n), tuple(shape)).byte_count for n, shape in named.items()}
+
+
+def _dtype(settings: MemorySettings, name: str) -> DType:
+    return settings.dtypes.get(own_name(name), settings.dtype)
+
+
+def _expected(settings: MemorySettings) -> Expected:
+    def of(shapes: Mapping[str, tuple[int, ...]], draft: Expected | None) -> Expected:
+        dtypes = {name: frozenset({_dtype(settings, name)}) for name in shapes}
+        return Expected(dict(shapes), dtypes, format=settings.weights_format, draft=draft)
+
+    return of(settings.tensors, of(settings.draft_tensors, None) if settings.draft_tensors else None)
 
 
 def weights_of(tensor_digests: Mapping[str, bytes]) -> bytes:
@@ -280,12 +386,11 @@ def score_of(weights: bytes, prompt: Sequence[int], position: int) -> float:
     return -float(int.from_bytes(h[:4], "big")) / 2**30
 
 
-def _digest_of(staged: StagedWeights, index: int) -> bytes:
+def _digest_of(chunks: Mapping[str, Sequence[SegmentSpan]], place: Placement, tensor: TensorSpec) -> bytes:
     """sha256 of a tensor's bytes as they lie in shared memory, for every device alike."""
-    place, size = staged.placements[index], staged.layout.tensors[index].byte_count
-    digests = {_read(chunks[place.chunk], place.offset, size) for chunks in staged.chunks.values()}
+    digests = {_read(spans[place.chunk], place.offset, tensor.byte_count) for spans in chunks.values()}
     if len(digests) != 1:
-        raise OSError(f"devices hold different bytes of {staged.layout.tensors[index].name}")
+        raise OSError(f"devices hold different bytes of {tensor.name}")
     return digests.pop()
 
 

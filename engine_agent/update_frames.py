@@ -6,7 +6,8 @@ from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
 from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import Held, KeptBase
-from controlplane.core.errors import FrameInvalid
+from controlplane.core.errors import FrameInvalid, InvalidRequest
+from controlplane.core.pauses import PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.codec import pause_from_proto, version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import canary_to_proto, reference_from_proto, timings_to_proto
@@ -41,8 +42,9 @@ def opened(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | 
         base=_base(message.manifest),
         engine_id=EngineId(message.engine.engine_id),
         kept=kept,
+        streaming=message.apply == weight_update_pb2.APPLY_STREAMING,
         reference=_reference(message.manifest),
-        pause=pause_from_proto(message.pause) if message.HasField("pause") else None,
+        pause=_pause(message),
     )
 
 
@@ -62,6 +64,16 @@ def _reference(manifest: weight_update_pb2.Manifest) -> CanaryReference | None:
     if problem:
         raise FrameInvalid("Manifest", "reference", problem)
     return reference
+
+
+def _pause(message: weight_update_pb2.UpdateOpen) -> PausePolicy | None:
+    """Raises InvalidRequest: before anything is touched."""
+    if not message.HasField("pause"):
+        return None
+    policy = pause_from_proto(message.pause)
+    if policy.problem_at_an_install:
+        raise InvalidRequest("pause", policy.problem_at_an_install)
+    return policy
 
 
 def link_place(message: weight_update_pb2.UpdateOpen) -> LinkPlace:

@@ -21,6 +21,7 @@ from controlplane.checkpoints import CheckpointManifest, read_manifest
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly, Record
+from controlplane.core.engine_state import Activity
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
@@ -30,15 +31,18 @@ from engine_agent.entry import check_ids
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.receivers import (
     DEFAULT_TRANSPORTS,
+    PART_TRANSPORTS,
     Buffer,
     CheckpointReceiver,
     Incoming,
     Receiver,
+    make_part_receiver,
     make_receiver,
     require_received,
     transports_of,
 )
 from engine_agent.receivers.links import ReceiverLink
+from engine_agent.streamed_parts import StreamedParts
 from engine_agent.threads import in_thread
 from engine_agent.update_reader import FrameReader, Frames, untimely
 from weightplane.v1 import weight_update_pb2, weight_update_pb2_grpc
@@ -101,10 +105,12 @@ class _Rules:
     transports: frozenset[weight_update_pb2.Transport.ValueType]
     """By which a writer may send."""
 
-    def check(self, engine_id: str, transport: weight_update_pb2.Transport.ValueType) -> None:
+    def check(self, engine_id: str, opened: weight_update_pb2.UpdateOpen) -> None:
         """Raises UnsupportedByEngine: before anything is touched."""
-        if transport != weight_update_pb2.TRANSPORT_CHECKPOINT:
-            require_received(engine_id, transport, self.transports)
+        if opened.transport != weight_update_pb2.TRANSPORT_CHECKPOINT:
+            require_received(engine_id, opened.transport, self.transports)
+        if opened.apply == weight_update_pb2.APPLY_STREAMING:
+            require_received(engine_id, opened.transport, PART_TRANSPORTS)
 
 
 class _Attempt:
@@ -118,12 +124,14 @@ class _Attempt:
         self._receiver: Receiver | None = None
         self._link: ReceiverLink | None = None
         self._assembly: Assembly | None = None
+        self._parts: StreamedParts | None = None
+        """Of a streaming update: installed as they come."""
         self.update_id = ""
 
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
         version = version_from_proto(opened.version)
-        self._rules.check(self._life.core.state.engine_id, opened.transport)
+        self._rules.check(self._life.core.state.engine_id, opened)
         event = frames.opened(self._stream, opened, self._life.base.account)
         self._check_reference(event)
         accept = _only(events.Accept, self._life.apply(event))
@@ -140,6 +148,9 @@ class _Attempt:
         if not accept.attached:
             if self._receiver is None:
                 await self._begin_receiving(opened, layout_needed=accept.layout_needed)
+            if self._parts is not None:
+                self._life.apply(events.StreamAdmitted(self._stream))
+                yield frames.ready(version)
             async for response in self._receive(version):
                 yield response
         yield frames.applied(version, await self._life.outcome(UpdateId(opened.update_id)))
@@ -197,7 +208,12 @@ class _Attempt:
             self._link,
             self._base_of(update),
         )
-        self._keep(make_receiver(incoming))
+        if not update.streaming:
+            self._keep(make_receiver(incoming))
+            return
+        receiver = make_part_receiver(incoming)
+        self._parts = StreamedParts(self._life, self._stream, receiver)
+        self._keep(receiver)
 
     def _base_of(self, update: events.Update) -> StagedWeights | None:
         """Of a delta: the bytes that it changes."""
@@ -272,8 +288,8 @@ class _Attempt:
     async def _receive(self, version: WeightVersion) -> AsyncIterator[Response]:
         """Chunks, until the commit frame was taken."""
         while True:
-            update = self._life.core.update
-            frame = await self._reader.next(ready=update is not None and update.verified)
+            ready = self._life.core.state.activity is Activity.READY
+            frame = await self._reader.next(ready=ready)
             kind = frame.WhichOneof("frame") if frame is not None else None
             if frame is not None and kind == "chunk":
                 async for response in self._take_chunk(version, frame.chunk):
@@ -287,15 +303,21 @@ class _Attempt:
     async def _take_chunk(self, version: WeightVersion, chunk: weight_update_pb2.Chunk) -> AsyncIterator[Response]:
         event = frames.chunk_event(self._stream, chunk)
         buffers = [frames.buffer(b) for b in chunk.buffers]
-        verify = _only(events.Verify, self._life.apply(event))
+        effects = self._life.apply(event)
+        if self._parts is not None:
+            self._parts.began(effects)
+        verify = _only(events.Verify, effects)
         await asyncio.to_thread(self._place_and_check, event.records, buffers, verify.tensors)
         failpoints.hit("engine.between_chunks", chunk.index)
         assert self._receiver is not None
-        if self._receiver.releases_at_once:
+        if self._parts is not None:
+            await self._parts.install(event.records, verify.tensors)
+        if self._receiver.releases_at_once if self._parts is None else self._parts.releases:
             yield frames.released(version, chunk.index)
         if verify.last:
             self._life.apply(events.BytesVerified(self._stream))
-            yield frames.ready(version)
+            if self._parts is None:
+                yield frames.ready(version)
 
     def _place_and_check(self, records: Sequence[Record], buffers: Sequence[Buffer], tensors: tuple[int, ...]) -> None:
         """In a thread: copies and checksums, outside any pause."""
@@ -316,7 +338,11 @@ class _Attempt:
             commit.byte_count,
             commit.content_digest,
         )
-        self._life.start_install(_only(events.StartInstall, self._life.apply(event)))
+        effects = self._life.apply(event)
+        if self._parts is None:
+            self._life.start_install(_only(events.StartInstall, effects))
+        else:
+            self._parts.finish()
 
 
 def _only(kind: type, effects: list[events.Effect]) -> Any:

@@ -3,17 +3,18 @@
 `WeightSource` is what a push needs. `LayerwiseSource`, which every source of ours is, has besides all that vLLM
 0.32's own `vllm.distributed.weight_transfer.base.WeightSource` has, under the same names and with the same
 meanings: `metadata()` and iteration agree element for element, `held_names`, `groups` and `iter_groups` are theirs.
-So vLLM's trainer engines take our sources too. Ours have two additions: ties, and that *every* rank which
-iterates yields *every* tensor, whole.
+So vLLM's trainer engines take our sources too. Ours have additions: ties, that *every* rank which iterates yields
+*every* tensor, whole, and what few sources have to say: a format other than `plain`, tensors for a draft model.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 from controlplane.core.errors import LayoutInvalid
+from controlplane.core.layout import PLAIN, Target
 
 if TYPE_CHECKING:
     import torch
@@ -46,8 +47,29 @@ class WeightSource(Protocol):
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
+@runtime_checkable
+class SaysFormat(Protocol):
+    """A source of weights that are not plain numbers."""
+
+    @property
+    def weights_format(self) -> str:
+        """`plain`, `fp8-block`, or what the engine's checkpoint names as its quantisation."""
+        ...
+
+
+@runtime_checkable
+class SaysTargets(Protocol):
+    """A source with tensors that are not for the model itself alone."""
+
+    def targets(self) -> Mapping[str, tuple[Target, ...]]:
+        """Of those tensors. What is the draft's alone is named with `controlplane.core.layout.DRAFT_PREFIX`."""
+        ...
+
+
 class LayerwiseSource(ABC):
     """A `WeightSource` that vLLM's trainer engines take as theirs."""
+
+    weights_format = PLAIN
 
     @abstractmethod
     def metadata(self) -> list[ParamMeta]:

@@ -80,6 +80,13 @@ def engine(
     ] = None,
     fleet: Fleet = None,
     engine_id: Annotated[str | None, typer.Option("--id", metavar="ID", help="Which engine of the fleet file.")] = None,
+    member_of: Annotated[
+        str | None, typer.Option("--member-of", metavar="ID", help="Be a further node of engine ID; needs --head.")
+    ] = None,
+    head: Annotated[
+        str | None, typer.Option("--head", metavar="HOST:PORT", help="With --member-of: the engine's agent.")
+    ] = None,
+    on_ray: Annotated[bool, typer.Option("--ray", help="On a node of the Ray cluster at RAY_ADDRESS.")] = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     die_with_parent: Parent = None,
@@ -87,9 +94,19 @@ def engine(
     """Run an engine agent with its engine: the only writer of that engine's weights."""
     from engine_agent.agent import EngineSettings, run_engine
 
+    if (member_of is None) != (head is None):
+        raise typer.BadParameter("--member-of and --head go together: the engine, and where its agent is")
+    if member_of is not None:
+        from engine_agent.members.member import MemberSettings, run_member
+
+        member = _settings(MemberSettings, config, _given(sets, engine_id=member_of, head=head))
+        _prepare("member", log_level, die_with_parent)
+        return asyncio.run(run_member(member))
     given = _given(sets, listen=listen, coordinator=coordinator)
     if (fleet is None) != (engine_id is None):
         raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")
+    if on_ray:
+        return _on_ray(fleet, engine_id)
     if fleet is not None and engine_id is not None:
         from controlplane.cli.up.settings import engine_of
 
@@ -123,6 +140,14 @@ def trainer(
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, die_with_parent)
     return asyncio.run(run_trainer(settings, command))
+
+
+def _on_ray(fleet: Path | None, engine_id: str | None) -> int:
+    from controlplane.cli.up.on_ray import run_on_ray
+
+    if fleet is None or engine_id is None:
+        raise typer.BadParameter("--ray is for an engine of a fleet file: give --fleet and --id")
+    return run_on_ray(fleet, engine_id)
 
 
 def _given(sets: list[str] | None, **flags: Any) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def engines_json(view: operator_pb2.FleetView) -> dict[str, Any]:
 
 def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableType:
     names = ("ENGINE", "STATE", "APPLIED", "DESIRED", "VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT")
-    table = new_table(*names, "FROM CHECKPOINT")
+    table = new_table(*names, "FROM CHECKPOINT", "HELD AT")
     for engine in engines:
         word = state_word(engine)
         refused = engine.status.refused
@@ -61,6 +61,7 @@ def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableTyp
             engine.group,
             engine.unit,
             engine.catch_up,
+            version_text(engine.kept) if engine.HasField("kept") else "",
         )
     return table
 
@@ -129,6 +130,7 @@ def _engine_json(engine: operator_pb2.EngineView) -> dict[str, Any]:
         "verification": verification_word(engine),
         "update": _update_json(status.update) if known and status.HasField("update") else None,
         "catch_up": engine.catch_up or None,
+        "held_at": _version(engine.kept) if engine.HasField("kept") else None,
         "report_time": _time(engine.report_time),
         "conditions": [
             {

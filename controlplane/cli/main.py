@@ -29,11 +29,13 @@ app.command(short_help="Run a trainer agent with its training ranks.")(daemons.t
 app.command(short_help="Start a fleet file on this machine.")(up)
 app.command(short_help="Train a small model on this machine.")(demo)
 app.command(short_help="Show engines, trainers and updates.")(status.status)
-app.command(short_help="Show each engine's versions and conditions.")(engines.engines)
 app.command(short_help="Show what an update would do and cost, without doing it.")(plan.plan)
 app.command(short_help="Bring an earlier version's weights back.")(rollback.rollback)
 app.command(short_help="Ask a daemon whether it serves.")(health.health)
 app.command(short_help="Simulate a fleet with faults.")(sim.sim)
+app.add_typer(
+    engines.app, name="engines", short_help="Show each engine's versions and conditions; hold, drain, pause one."
+)
 app.add_typer(ledger.app, name="ledger", short_help="Look into a ledger, or accept an older one.")
 
 

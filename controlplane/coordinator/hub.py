@@ -94,7 +94,8 @@ class Hub:
         """Something that people or clients see changed."""
         self._outboxes: dict[int, Outbox] = {}
         self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
-        self._routes: dict[ModelName, Latest[fleet_pb2.WatchRoutesResponse]] = {}
+        self._routes: dict[tuple[ModelName, bool], Latest[fleet_pb2.WatchRoutesResponse]] = {}
+        """By model, and whether engines that stay at a version are among them."""
         self._next_session = 0
         self.ticks = 0
         """Ticks that went through the core and the ledger: what its watchdog is fed from."""
@@ -244,8 +245,8 @@ class Hub:
             SERVED_NUMBER.labels(name).set(max((v.number for v in record.served), default=-1))
         for engine_id, engine in self.core.engines.items():
             APPLIED_NUMBER.labels(engine_id).set(-1 if engine.state.applied is None else engine.state.applied.number)
-        for model, topic in self._routes.items():
-            new = views.routes(self.core, model, topic.value.revision + 1)
+        for (model, kept), topic in self._routes.items():
+            new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
             if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
                 topic.set(new)
 
@@ -263,12 +264,14 @@ class Hub:
         if run_id and run_id != self.core.settings.run_id:
             raise WrongRun(expected=self.core.settings.run_id, got=run_id)
 
-    async def watch_routes(self, run_id: str, model: ModelName) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
+    async def watch_routes(
+        self, run_id: str, model: ModelName, *, kept: bool
+    ) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
         self.check_run(run_id)
         async with self._lock:  # INV-9: between two events all that the core knows is in the ledger
-            topic = self._routes.get(model)
+            topic = self._routes.get((model, kept))
             if topic is None:
-                topic = self._routes[model] = Latest(views.routes(self.core, model, 0))
+                topic = self._routes[model, kept] = Latest(views.routes(self.core, model, 0, kept=kept))
         async for routes in topic.watch():
             yield routes
 

@@ -17,6 +17,7 @@ from controlplane.core.engine_state import Refusal
 from controlplane.core.errors import FrameOutOfOrder, PeerLost
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.versions import (
+    EngineId,
     Incarnation,
     ModelName,
     RunId,
@@ -147,7 +148,8 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
     async def WatchRoutes(
         self, request: fleet_pb2.WatchRoutesRequest, context: Any
     ) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
-        async for routes in self._hub.watch_routes(request.run_id, ModelName(request.model)):
+        model = ModelName(request.model)
+        async for routes in self._hub.watch_routes(request.run_id, model, kept=request.include_kept):
             yield routes
 
 
@@ -194,6 +196,21 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         return operator_pb2.AcceptLedgerResponse(
             coordinator_term=self._hub.core.term, next_number=self._hub.core.next_number
         )
+
+    async def KeepVersion(
+        self, request: operator_pb2.KeepVersionRequest, context: Any
+    ) -> operator_pb2.KeepVersionResponse:
+        engine_id = EngineId(request.engine_id)
+        run_id = self._hub.run_or_mine(request.run_id)
+        await self._hub.handle(events.KeepRequested(run_id, engine_id, ModelName(request.model), request.number))
+        return operator_pb2.KeepVersionResponse(version=version_to_proto(self._hub.core.kept[engine_id].version))
+
+    async def ReleaseVersion(
+        self, request: operator_pb2.ReleaseVersionRequest, context: Any
+    ) -> operator_pb2.ReleaseVersionResponse:
+        run_id = self._hub.run_or_mine(request.run_id)
+        await self._hub.handle(events.ReleaseRequested(run_id, EngineId(request.engine_id)))
+        return operator_pb2.ReleaseVersionResponse()
 
     async def Plan(self, request: operator_pb2.PlanRequest, context: Any) -> operator_pb2.PlanResponse:
         found = await self._hub.preview(

@@ -37,6 +37,11 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
             ordinal=m.ordinal,
             frozen=m.frozen,
             doubted=[_doubted(n, d) for n, d in sorted(core.doubts.items()) if core.engines[n].state.model == name],
+            kept=[
+                fleet_pb2.KeptEngine(engine_id=k.engine_id, version=version_to_proto(k.version))
+                for k in _by_name(core.kept)
+                if k.model == name
+            ],
             commits=[commit_to_proto(c) for c in m.commits.latest[-COMMITS_TOLD:]],
         )
         for name, m in sorted(core.models.items())
@@ -50,12 +55,14 @@ def _doubted(name: EngineId, doubt: Doubt) -> fleet_pb2.DoubtedEngine:
     )
 
 
-def routes(core: FleetCore, model: ModelName, revision: int) -> fleet_pb2.WatchRoutesResponse:
-    found = [r for r in _by_name(core.engines) if r.state.model == model and core.routable(r)]
+def routes(core: FleetCore, model: ModelName, revision: int, *, kept: bool) -> fleet_pb2.WatchRoutesResponse:
+    """`kept`: also engines that stay at a version of their own, marked as such."""
+    all_routable = [r for r in _by_name(core.engines) if r.state.model == model and core.routable(r)]
+    found = [r for r in all_routable if kept or core.kept_at(r) is None]
     return fleet_pb2.WatchRoutesResponse(
         run_id=core.settings.run_id,
         revision=revision,
-        routes=[_route(r) for r in found],
+        routes=[_route(r, kept=core.kept_at(r) is not None) for r in found],
         served=[version_to_proto(v) for v in core.model(model).served],
         commits=[commit_to_proto(c) for c in core.model(model).commits.latest],
     )
@@ -155,12 +162,13 @@ def _newest_first(updates: Iterable[UpdateTransaction]) -> list[UpdateTransactio
     return sorted(updates, key=lambda u: -u.version.number)
 
 
-def _route(record: EngineRecord) -> fleet_pb2.Route:
+def _route(record: EngineRecord, *, kept: bool) -> fleet_pb2.Route:
     route = fleet_pb2.Route(
         engine=engine_ref(record.place.engine_id, record.place.incarnation),
         endpoint=record.place.endpoint,
         live_requests=record.state.live_requests,
         max_requests=record.place.max_requests,
+        kept=kept,
     )
     if record.state.applied is not None:
         route.applied.CopyFrom(version_to_proto(record.state.applied))
@@ -187,6 +195,7 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
     if record.refused is not None:
         status.refused.CopyFrom(refusal_to_proto(record.refused, shift))
     desired, carry = core.desired(record), core.carries.get(record.place.engine_id)
+    kept = core.kept_at(record)
     return operator_pb2.EngineView(
         status=status,
         known=record.session is not None,
@@ -200,6 +209,7 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
         unit=record.place.unit,
         catch_up="" if carry is None else carry.update_id,
         verification=VERIFICATIONS[verification(core, record.state)],
+        kept=None if kept is None else version_to_proto(kept.version),
     )
 
 

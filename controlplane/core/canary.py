@@ -10,6 +10,7 @@ Only log probabilities are compared: decoded tokens hang on near-ties, in which 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -62,7 +63,9 @@ class CanaryReference:
             return f"{tokens} tokens, not 2 to {MAX_REFERENCE_TOKENS}"
         if scored != tokens - 1:
             return f"{scored} log probabilities for {tokens} tokens, of which the first has none"
-        return "" if self.tolerance > 0 else f"the tolerance is {self.tolerance}"
+        if not all(map(math.isfinite, self.prompt_logprobs)):
+            return "a log probability is not finite"
+        return "" if 0 < self.tolerance < math.inf else f"the tolerance is {self.tolerance}"
 
     def disagreement(self, prompt_logprobs: tuple[float, ...]) -> str:
         """How an engine's answer differs; empty if it does not."""
@@ -73,8 +76,11 @@ class CanaryReference:
 
 
 def difference(a: tuple[float, ...], b: tuple[float, ...]) -> float:
-    """The largest difference of two answers; infinite where they are not answers to the same prompt."""
-    return max((abs(x - y) for x, y in zip(a, b, strict=True)), default=0.0) if len(a) == len(b) else float("inf")
+    """The largest difference of two answers; infinite where they are not answers to the same prompt, or no numbers."""
+    if len(a) != len(b):
+        return math.inf
+    apart = [abs(x - y) for x, y in zip(a, b, strict=True)]
+    return math.inf if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
 def judge(said: Mapping[EngineId, Canary], tolerance: float) -> Mapping[EngineId, str] | None:

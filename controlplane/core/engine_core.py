@@ -5,7 +5,8 @@ is a typed error, raised with the state untouched. The agent carries events in a
 
 The life of an update here: Opened → (LayoutArrived) → ChunkArrived* → BytesVerified → CommitArrived → Quiesced →
 Installed → CanaryPassed. Up to CommitArrived an end of the stream is an abort and costs nothing (INV-3, INV-4);
-from CommitArrived on the agent owns the install and the stream may come and go (INV-6).
+from CommitArrived on the agent owns the install and the stream may come and go (INV-6). A streaming update is installed
+as it comes: see `engine_streaming`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from controlplane.core import engine_sleep, engine_transitions
+from controlplane.core import engine_sleep, engine_streaming, engine_transitions
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly
 from controlplane.core.conditions import Condition, dated, engine_conditions
@@ -32,6 +33,7 @@ from controlplane.core.engine_events import (
     Effect,
     EndStream,
     Event,
+    FinishStreaming,
     FleetChanged,
     HoldChanged,
     InstallDecided,
@@ -49,6 +51,7 @@ from controlplane.core.engine_events import (
     Started,
     StartInstall,
     Stopping,
+    StreamAdmitted,
     StreamEnded,
     Update,
     Verify,
@@ -150,8 +153,8 @@ class EngineCore:
         error = e.EngineDied(engine_id=self.state.engine_id, cause=event.cause)
         installing = self.state.installing
         self._progress(update, Stage.FAILED if installing else Stage.ABORTED, error)
-        ended: Effect = InstallDecided(update.update_id, error) if installing else EndStream(update.stream, error)
-        return [*effects, ended]
+        ended: list[Effect] = [InstallDecided(update.update_id, error)] if installing else []
+        return [*effects, *ended, *([EndStream(update.stream, error)] if update.in_stream else [])]
 
     def _stopping(self, event: Stopping) -> list[Effect]:
         return self._become(life=Life.STOPPING)
@@ -165,14 +168,14 @@ class EngineCore:
         return [*self._see_terms(event.term, event.coordinator_term), Report()]
 
     def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[Effect]:
-        """INV-7: a higher term ends the update of a lower one's writer, unless its install began."""
+        """INV-7: a higher term ends the update of a lower one's writer, unless its commit was taken."""
         effects: list[Effect] = []
         if term > self.term or coordinator_term > self.coordinator_term:
             self.term = max(self.term, term)
             self.coordinator_term = max(self.coordinator_term, coordinator_term)
             effects.append(self._remember())
         update = self._update
-        if update is not None and not self.state.installing:
+        if update is not None and update.in_stream:
             fence = self._fence(update.writer_term, by_coordinator=update.by_coordinator)
             effects += [] if fence is None else self._abort(update, fence)
         return effects
@@ -194,6 +197,7 @@ class EngineCore:
         self._check_able(event)
         self._check_version(event)
         self._check_base(event)
+        engine_streaming.check_open(self, event)
         self._check_room(event)
         update = Update(
             stream=event.stream,
@@ -204,6 +208,7 @@ class EngineCore:
             layout_digest=event.layout_digest,
             by_coordinator=event.by_coordinator,
             base=None if event.base is None else event.kept,
+            streaming=event.streaming,
             reference=event.reference,
             pause=event.pause,
         )
@@ -244,9 +249,8 @@ class EngineCore:
         progress = self.state.progress
         if progress is None or (progress.update_id, progress.version) != (event.update_id, event.version):
             return False
-        return progress.stage is Stage.INSTALLING or (
-            progress.stage is Stage.APPLIED and self.state.applied == event.version
-        )
+        under_way = progress.stage is Stage.INSTALLING and self._update is not None and self._update.committed
+        return under_way or (progress.stage is Stage.APPLIED and self.state.applied == event.version)
 
     def _check_room(self, event: Opened) -> None:
         """One update at a time. The same attempt again, before its commit, starts anew at chunk 0; a higher term
@@ -323,6 +327,8 @@ class EngineCore:
         self._check_frame_version(update, event.version)
         if update.assembly is None:
             raise e.FrameOutOfOrder(expected="the layout", got=f"chunk {event.index}")
+        if update.streaming:
+            return engine_streaming.chunk_arrived(self, update, update.assembly, event)
         if self.state.progress is not None and self.state.progress.stage is Stage.READY:
             raise e.FrameOutOfOrder(expected="commit", got=f"chunk {event.index}")
         completed = update.assembly.add(event.index, event.records, event.buffer_bytes, last=event.last)
@@ -335,6 +341,8 @@ class EngineCore:
             raise e.FrameOutOfOrder(expected="every tensor", got="a part of them")
         update.verified = True
         update.content_digest = update.assembly.digest()
+        if update.streaming:  # ready was before the first byte; what is missing is the commit frame
+            return []
         self._progress(update, Stage.READY)
         return [SendReady(event.stream), Report()]
 
@@ -359,24 +367,33 @@ class EngineCore:
         fence = self._fence(update.writer_term, by_coordinator=update.by_coordinator)
         if fence is not None:  # judged once more at the start of an install (INV-7)
             raise fence
+        update.committed = True
+        if update.streaming:
+            return [FinishStreaming(event.stream, update)]
+        self._begin_install(update)
+        return [Report(), StartInstall(event.stream, update)]
+
+    def _begin_install(self, update: Update) -> None:
+        """From here on the gate is shut, and only the install's end opens it."""
         update.held_before = self.state.weights
         hold = Hold(HoldKind.UPDATING, update.update_id)
         self.state = replace(self.state, holds=self.state.holds | {hold})
         self._progress(update, Stage.INSTALLING)
-        return [Report(), StartInstall(event.stream, update)]
 
     def _stream_ended(self, event: StreamEnded) -> list[Effect]:
-        """INV-3: an end is never a commit. INV-4: before the commit frame it costs nothing."""
+        """INV-3: an end is never a commit. INV-4: before the first byte is installed it costs nothing."""
         update = self._update
-        if update is None or update.stream != event.stream or self.state.installing:
+        if update is None or update.stream != event.stream or not update.in_stream:
             return []
+        if self.state.installing:
+            return engine_streaming.cut(update, e.UpdateAborted(update_id=update.update_id, cause=event.cause))
         self._update = None
         self._progress(update, Stage.ABORTED, reason=event.reason, message=event.cause)
         return [DropStaged(event.stream), Report()]
 
     def _receiving(self, stream: int) -> Update:
         update = self._update
-        if update is None or update.stream != stream or self.state.installing:
+        if update is None or update.stream != stream or not update.in_stream:
             progress = self.state.progress
             cause = progress.error_message if progress is not None and progress.error_message else "it ended"
             raise e.UpdateAborted(update_id=progress.update_id if progress else "", cause=cause)
@@ -387,6 +404,8 @@ class EngineCore:
             raise e.FrameOutOfOrder(expected=f"version {update.version}", got=f"version {version}")
 
     def _abort(self, update: Update, error: e.WeightplaneError) -> list[Effect]:
+        if self.state.installing:
+            return [EndStream(update.stream, error), *engine_streaming.cut(update, error)]
         self._update = None
         self._progress(update, Stage.ABORTED, error)
         return [EndStream(update.stream, error), DropStaged(update.stream), Report()]
@@ -410,6 +429,8 @@ class EngineCore:
 
     def _applied(self, event: CanaryPassed | CanaryDeferred) -> list[Effect]:
         update = self._installing()
+        if not update.committed:
+            raise AssertionError("INV-3: no commit frame was taken")
         if update.version.number >= self._highest_applied:  # a catch-up may bring what was applied before
             self._highest_applied = update.version.number
             self._digest_of_highest = update.content_digest
@@ -568,6 +589,7 @@ _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     FleetChanged: EngineCore._fleet_changed,
     Opened: EngineCore._opened,
     LayoutArrived: EngineCore._layout_arrived,
+    StreamAdmitted: engine_streaming.admitted,
     ChunkArrived: EngineCore._chunk_arrived,
     BytesVerified: EngineCore._bytes_verified,
     CommitArrived: EngineCore._commit_arrived,

@@ -73,6 +73,8 @@ class Opened:
     """The engine that the writer means; None: whoever lives as that incarnation."""
     kept: KeptBase | None = None
     """What the agent could apply a delta to."""
+    streaming: bool = False
+    """Its chunks are installed as they come; the first of them is the start of the install."""
     reference: CanaryReference | None = None
     """What the trainer says of the same weights."""
     pause: PausePolicy | None = None
@@ -83,6 +85,13 @@ class Opened:
 class LayoutArrived:
     stream: int
     layout: Layout
+
+
+@dataclass(frozen=True, slots=True)
+class StreamAdmitted:
+    """Of a streaming update: layout and memory were accepted, and nothing was touched. Chunks may come after go."""
+
+    stream: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +232,7 @@ Event = (
     | Doubted
     | Opened
     | LayoutArrived
+    | StreamAdmitted
     | ChunkArrived
     | BytesVerified
     | CommitArrived
@@ -284,6 +294,30 @@ class StartInstall:
 
 
 @dataclass(frozen=True, slots=True)
+class StartStreaming:
+    """The first chunk of a streaming update came: begin its install. Chunks follow, and then its end."""
+
+    stream: int
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class FinishStreaming:
+    """The commit frame stated what came: bring that install to its end, whatever happens to the stream."""
+
+    stream: int
+    update: Update
+
+
+@dataclass(frozen=True, slots=True)
+class CutStreaming:
+    """No more of that install will come: end it, and say what it touched."""
+
+    stream: int
+    error: e.WeightplaneError
+
+
+@dataclass(frozen=True, slots=True)
 class EndStream:
     """Answer the stream with this error, and drop what it staged."""
 
@@ -331,6 +365,9 @@ Effect = (
     | Verify
     | SendReady
     | StartInstall
+    | StartStreaming
+    | FinishStreaming
+    | CutStreaming
     | EndStream
     | DropStaged
     | InstallDecided
@@ -363,3 +400,13 @@ class Update:
     unproven_before: Set[Hold] = frozenset()
     quiesced: bool = False
     """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""
+    streaming: bool = False
+    committed: bool = False
+    """The commit frame was taken: from here on the agent owns the install (INV-6)."""
+    cut: bool = False
+    """Of a streaming update: its stream ended in mid-install, and nothing more is taken."""
+
+    @property
+    def in_stream(self) -> bool:
+        """Its stream still decides about it: what ends the stream ends the update."""
+        return not self.committed and not self.cut

@@ -73,6 +73,8 @@ _ACTIVITY = [
     *_rows(Part.ACTIVITY, ev.Opened, Activity.RECEIVING, Activity.IDLE, Activity.READY),
     *_rows(Part.ACTIVITY, ev.BytesVerified, Activity.READY, Activity.RECEIVING),
     *_rows(Part.ACTIVITY, ev.CommitArrived, Activity.INSTALLING, Activity.READY),  # INV-3
+    *_rows(Part.ACTIVITY, ev.StreamAdmitted, Activity.READY, Activity.RECEIVING),
+    *_rows(Part.ACTIVITY, ev.ChunkArrived, Activity.INSTALLING, Activity.READY),  # streaming: a chunk is its start
     *_rows(Part.ACTIVITY, ev.CanaryPassed, Activity.IDLE, Activity.INSTALLING),
     *_rows(Part.ACTIVITY, ev.CanaryDeferred, Activity.IDLE, Activity.INSTALLING),
     *_rows(Part.ACTIVITY, ev.InstallEnded, Activity.IDLE, Activity.INSTALLING),

@@ -10,7 +10,7 @@
     │   │                  NotEnoughEngines, VersionUnavailable, ModelFrozen, RequestRepeated, RequestConflict
     │   ├── frames         FrameInvalid, FrameOutOfOrder, LimitExceeded
     │   ├── data           ChecksumMismatch, ByteCountMismatch, SegmentUnreadable, CheckpointUnreadable,
-    │   │                  CheckpointUnknown
+    │   │                  CheckpointUnknown, CheckpointInUse
     │   ├── slots          SlotMismatch, EngineMisfit, DeviceHandlesMissing
     │   └── requests       InvalidRequest, EnginePoisoned, EngineNotReady, EngineAsleep, EngineDraining,
     │                      UnsupportedByEngine
@@ -467,6 +467,15 @@ class CheckpointUnknown(Refused):
     template = "no checkpoint of number {number} of model {model} is known here"
     model: str
     number: int
+
+
+@dataclass(eq=False)
+class CheckpointInUse(Refused):
+    reason = "CHECKPOINT_IN_USE"
+    template = "the checkpoint of number {number} of model {model} stays: {engines} stay at that version"
+    model: str
+    number: int
+    engines: list[str]
 
 
 # ---- slots --------------------------------------------------------------------------------------

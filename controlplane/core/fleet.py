@@ -4,7 +4,7 @@
 anything that tells of them. It does no I/O, and knows no clock and no randomness: ids come in with the events.
 
 The state is a `Book`; each kind of decision has a module: `fleet_engines`, `fleet_leases`, `fleet_updates`,
-`fleet_catch_up`, `fleet_recovery`.
+`fleet_catch_up`, `fleet_keeps`, `fleet_recovery`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from controlplane.core import fleet_catch_up, fleet_engines, fleet_leases, fleet_recovery, fleet_updates
+from controlplane.core import fleet_catch_up, fleet_engines, fleet_keeps, fleet_leases, fleet_recovery, fleet_updates
 from controlplane.core.fleet_book import Book, FleetSettings
 from controlplane.core.fleet_events import (
     AbortRequested,
@@ -24,8 +24,10 @@ from controlplane.core.fleet_events import (
     EngineConnected,
     EngineReported,
     Event,
+    KeepRequested,
     LedgerAccepted,
     Paused,
+    ReleaseRequested,
     RollbackRequested,
     Save,
     SessionEnded,
@@ -104,6 +106,8 @@ _HANDLERS: Mapping[type, Callable[[Book, Any, float], list[Effect]]] = {
     AbortRequested: fleet_updates.abort,
     CheckpointPublished: fleet_catch_up.published,
     CheckpointRetired: fleet_catch_up.retired,
+    KeepRequested: fleet_keeps.keep,
+    ReleaseRequested: fleet_keeps.release,
     CarryEnded: fleet_catch_up.ended,
     LedgerAccepted: fleet_recovery.accepted,
     Paused: _paused,

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
 from controlplane.core.conditions import dated, fleet_conditions
-from controlplane.core.engine_state import EngineState, Held
+from controlplane.core.engine_state import Held
 from controlplane.core.fleet_events import Carry
 from controlplane.core.fleet_records import (
     REQUEST_ID_SECONDS,
+    EngineKept,
     EngineRecord,
     ModelRecord,
     Recovered,
@@ -122,6 +123,8 @@ class Book:
         self.seen = Seen()
         self.above: dict[str, e.LedgerRegressed] = {}
         """By agent: what it has seen that the ledger never gave."""
+        self.kept: dict[EngineId, EngineKept] = {k.engine_id: k for k in recovered.kept}
+        """Engines that stay at a version; some may not be here now."""
         self.carries: dict[EngineId, Carry] = {}
         self.carry_tries: dict[EngineId, CarryTries] = {}
         self.carries_made = 0
@@ -211,17 +214,29 @@ class Book:
         weights = record.state.weights
         if record.session is None or not record.gate_open or not isinstance(weights, Held):
             return False
-        known = self.model(record.state.model).digests.get(weights.version)
+        kept = self.kept_at(record)
+        known = kept.content_digest if kept else self.model(record.state.model).digests.get(weights.version)
         return not known or known == weights.content_digest
 
     def served_for(self, record: EngineRecord) -> tuple[WeightVersion, ...]:
         """What this engine may serve. Of a unit: only what all of its members hold, for it has one gate."""
-        served = self.model(record.state.model).served
+        served = self.wanted_of(record)
         if not record.place.unit:
             return served
         unit = self.unit(record)
         whole = len(unit) >= record.place.unit_size and all(r.live for r in unit)
         return tuple(v for v in served if whole and all(r.state.applied == v for r in unit))
+
+    def kept_at(self, record: EngineRecord) -> EngineKept | None:
+        """The version that it stays at while the fleet moves on. None: it goes with the fleet."""
+        kept = self.kept.get(record.place.engine_id)
+        return kept if kept is not None and kept.model == record.state.model else None
+
+    def wanted_of(self, record: EngineRecord) -> tuple[WeightVersion, ...]:
+        """What the fleet serves; of an engine that stays at a version, just that (INV-5: to it, that is what the fleet
+        serves)."""
+        kept = self.kept_at(record)
+        return self.model(record.state.model).served if kept is None else (kept.version,)
 
     def served_to(self, session: int, model: ModelName) -> tuple[WeightVersion, ...]:
         """What an agent is told that the fleet serves."""
@@ -270,14 +285,16 @@ class Book:
         update = self.open_update(record.state.model)
         if update is not None and update.went_go and record.place.engine_id in update.outcomes:
             return update.version
-        return max(self.model(record.state.model).served, default=None)
+        return max(self.wanted_of(record), default=None)
 
-    def holds_served(self, state: EngineState) -> bool:
-        return isinstance(state.weights, Held) and state.weights.version in self.model(state.model).served
+    def holds_wanted(self, record: EngineRecord) -> bool:
+        return record.state.applied in self.wanted_of(record)
 
     def served_has_holder(self, model: ModelName) -> bool:
-        """Some live engine holds a version that the fleet serves."""
-        return any(r.session is not None and self.holds_served(r.state) for r in self.of_model(model))
+        """Some live engine that goes with the fleet holds a version that the fleet serves."""
+        return any(
+            r.session is not None and self.kept_at(r) is None and self.holds_wanted(r) for r in self.of_model(model)
+        )
 
     def keep(self, update: UpdateTransaction) -> None:
         self.updates[update.update_id] = update

@@ -1,7 +1,8 @@
 """Catch-up and healing: engines that hold nothing that the fleet serves are brought to it from a checkpoint.
 
 By the coordinator, under its own term, also where the served version is of an older trainer's (INV-7). Never while an
-update is open, never on devices that a trainer holds; and without a checkpoint the next push does it.
+update is open, never on devices that a trainer holds; and without a checkpoint the next push does it. An engine that
+stays at a version is brought to that one instead, also beside an update, which it takes no part in.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from controlplane.core.fleet_events import (
     StartCarry,
     ViewChanged,
 )
-from controlplane.core.fleet_records import CheckpointGone, CheckpointKept, EngineRecord, ModelRecord
+from controlplane.core.fleet_records import CheckpointGone, CheckpointKept, EngineKept, EngineRecord, ModelRecord
 from controlplane.core.fleet_updates import advance
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, ModelName, UpdateId, WeightVersion
@@ -36,18 +37,25 @@ RETRY_SECONDS = (1.0, 60.0)
 
 def catch_up(book: Book, model: ModelName, now: float, among: Sequence[EngineRecord] | None = None) -> list[Effect]:
     """Start what can be started now. `among`: the engines that changed; None: whoever needs it."""
-    sources = _sources(book.model(model))
-    if not sources or book.recovering or book.open_update(model) is not None:
+    sources = {} if book.open_update(model) is not None else _sources(book.model(model))
+    if book.recovering or not (sources or book.kept):
         return []
-    version = max(sources)
     effects: list[Effect] = []
     found = book.of_model(model) if among is None else among
     for record in sorted(found, key=lambda r: r.place.engine_id):
         if len(book.carries) >= book.settings.max_carries:
             break
-        if _needs_it(book, record, version, now):
-            effects.append(StartCarry(_carry(book, record, version, sources[version])))
+        kept = book.kept_at(record)
+        theirs = sources if kept is None else _kept_source(book, kept)
+        version = max(theirs, default=None)
+        if version is not None and _needs_it(book, record, version, now):
+            effects.append(StartCarry(_carry(book, record, version, theirs[version])))
     return [*effects, ViewChanged()] if effects else []
+
+
+def _kept_source(book: Book, kept: EngineKept) -> dict[WeightVersion, CheckpointKept]:
+    checkpoint = book.model(kept.model).checkpoints.get(kept.version.number)
+    return {} if checkpoint is None else {kept.version: checkpoint}
 
 
 def _sources(model: ModelRecord) -> dict[WeightVersion, CheckpointKept]:
@@ -63,14 +71,14 @@ def _sources(model: ModelRecord) -> dict[WeightVersion, CheckpointKept]:
 
 
 def _needs_it(book: Book, record: EngineRecord, version: WeightVersion, now: float) -> bool:
-    """It could take updates, holds nothing served, nothing is on its way to it, and INV-5 lets it be given this."""
+    """It could take updates, holds not what it is to hold, nothing is on its way, and INV-5 lets it be given this."""
     engine_id, applied = record.place.engine_id, record.state.applied
     tries = book.carry_tries.get(engine_id)
     return (
         record.able
         and CHECKPOINT in record.capabilities
         and not book.lent(record)
-        and not book.holds_served(record.state)
+        and not book.holds_wanted(record)
         and (applied is None or applied.number < version.number)
         and record.state.activity is Activity.IDLE
         and engine_id not in book.carries
@@ -128,7 +136,7 @@ def published(book: Book, event: CheckpointPublished, now: float) -> list[Effect
         raise e.VersionConflict(version=str(kept.version), expected=digest.hex(), got=kept.content_digest.hex())
     model.checkpoints[kept.version.number] = kept
     effects: list[Effect] = [Save(kept)]
-    needed = {c.version.number for c in _sources(model).values()}
+    needed = {c.version.number for c in _sources(model).values()} | _kept_numbers(book, kept.model).keys()
     for number in sorted(model.checkpoints.keys() - needed)[: max(len(model.checkpoints) - MAX_CHECKPOINTS, 0)]:
         del model.checkpoints[number]
         effects.append(Save(CheckpointGone(kept.model, number)))
@@ -147,10 +155,22 @@ def _committed_digest(book: Book, kept: CheckpointKept) -> bytes:
     raise e.VersionUnavailable(wanted=str(kept.version), applied=applied)
 
 
+def _kept_numbers(book: Book, model: ModelName) -> dict[int, list[EngineId]]:
+    """Numbers that engines stay at, and which."""
+    found: dict[int, list[EngineId]] = {}
+    for kept in book.kept.values():
+        if kept.model == model:
+            found.setdefault(kept.version.number, []).append(kept.engine_id)
+    return found
+
+
 def retired(book: Book, event: CheckpointRetired, now: float) -> list[Effect]:
-    """Told before it is deleted. Idempotent."""
+    """Told before it is deleted. Idempotent. One that an engine stays at must stay: its next life needs it."""
     book.check_run(event.run_id)
     book.check_term(event.model, event.term)
+    engines = _kept_numbers(book, event.model).get(event.number)
+    if engines and event.number in book.model(event.model).checkpoints:
+        raise e.CheckpointInUse(model=event.model, number=event.number, engines=sorted(engines))
     if book.model(event.model).checkpoints.pop(event.number, None) is None:
         return []
     return [Save(CheckpointGone(event.model, event.number)), ViewChanged()]

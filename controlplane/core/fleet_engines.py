@@ -120,7 +120,7 @@ def _check_same(book: Book, known: EngineState, said: EngineState) -> None:
 
 
 def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:
-    if book.holds_served(record.state):
+    if book.holds_wanted(record):
         record.missed = 0
     model = record.state.model
     for update in book.updates.values():  # of other models too: perhaps its earlier life served one

@@ -144,6 +144,25 @@ class CheckpointRetired:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepRequested:
+    """An engine is to stay at a version while the fleet moves on."""
+
+    run_id: RunId
+    engine_id: EngineId
+    model: ModelName
+    """Of an engine that is not known here; empty: what it said itself."""
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseRequested:
+    """It is to go with the fleet again."""
+
+    run_id: RunId
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
 class CarryEnded:
     """The coordinator's own writer is done with one engine, however that ended."""
 
@@ -183,6 +202,8 @@ Event = (
     | AbortRequested
     | CheckpointPublished
     | CheckpointRetired
+    | KeepRequested
+    | ReleaseRequested
     | CarryEnded
     | LedgerAccepted
     | Paused

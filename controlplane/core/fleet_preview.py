@@ -68,7 +68,7 @@ def preview(book: Book, model: str, transport: Transport | None, fate: LinkFate 
         name,
         trainer,
         plan,
-        tuple((r.place.engine_id, _why_left_out(r, trainer)) for r in left_out),
+        tuple((r.place.engine_id, _why_left_out(book, r, trainer)) for r in left_out),
         tuple(refusal for refusal in refusals if refusal is not None),
         tuple(_notes(book, trainer, able)),
     )
@@ -103,10 +103,13 @@ def _check_no_update(book: Book, model: ModelName) -> None:
         raise e.UpdateInProgress(update_id=current.update_id, version=str(current.version))
 
 
-def _why_left_out(record: EngineRecord, trainer: TrainerRecord) -> str:
+def _why_left_out(book: Book, record: EngineRecord, trainer: TrainerRecord) -> str:
     state = record.state
     if record.session is None:
         return "silent: UNKNOWN"
+    kept = book.kept_at(record)
+    if kept is not None:
+        return f"it stays at version {kept.version}"
     if state.life is not Life.RUNNING:
         return f"its engine is {state.life.value}"
     if state.residency is not Residency.AWAKE:

@@ -226,6 +226,24 @@ class CheckpointGone:
 
 
 @dataclass(frozen=True, slots=True)
+class EngineKept:
+    """An engine stays at this version while the fleet moves on; over its restarts too, until it is released."""
+
+    engine_id: EngineId
+    model: ModelName
+    version: WeightVersion
+    content_digest: bytes = b""
+    """What the version is, as far as it is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReleased:
+    """It goes with the fleet again."""
+
+    engine_id: EngineId
+
+
+@dataclass(frozen=True, slots=True)
 class FloorRaised:
     """A person accepted an older copy of the ledger: nothing up to these is ever given again."""
 
@@ -247,6 +265,8 @@ Record = (
     | FrozenServed
     | CheckpointKept
     | CheckpointGone
+    | EngineKept
+    | EngineReleased
     | FloorRaised
 )
 
@@ -283,3 +303,5 @@ class Recovered:
     """Those of them whose version is served already."""
     requests: Sequence[RequestKnown] = ()
     """Those younger than REQUEST_ID_SECONDS."""
+    kept: Sequence[EngineKept] = ()
+    """Engines that stay at a version, by name."""

@@ -30,7 +30,7 @@ from controlplane.core.fleet_records import (
     UpdateWentGo,
 )
 from controlplane.core.lag import FleetCommit
-from controlplane.core.plan import Plan
+from controlplane.core.plan import Apply, Plan
 from controlplane.core.planner import checkpoint_plan
 from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
@@ -193,6 +193,12 @@ def abort(book: Book, event: AbortRequested, now: float) -> list[Effect]:
 # ---- go, decide ---------------------------------------------------------------------------------
 
 
+def _limit_after_go(book: Book, update: UpdateTransaction) -> float:
+    """Bytes of a streaming engine go only now."""
+    streams = any(a.apply is Apply.STREAMING for a in update.plan.assignments)
+    return book.settings.go_limit_seconds + (book.settings.ready_limit_seconds if streams else 0.0)
+
+
 def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
     """Go and decide, as far as what is known allows."""
     effects: list[Effect] = []
@@ -205,7 +211,7 @@ def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
             break
         phase, cause = step
         if phase is Phase.GO:
-            update.phase, update.deadline = Phase.GO, now + book.settings.go_limit_seconds
+            update.phase, update.deadline = Phase.GO, now + _limit_after_go(book, update)
             effects += [Save(UpdateWentGo(update.update_id)), UpdateChanged(update.update_id), ViewChanged()]
         else:
             effects += finish(book, update, phase, cause)
@@ -293,7 +299,7 @@ def _count_the_late(book: Book, update: UpdateTransaction) -> None:
     for record in book.of_model(update.model):
         outcome = update.outcomes.get(record.place.engine_id)
         late = outcome is None or not outcome.ended
-        if record.able and late:
+        if record.able and late and book.kept_at(record) is None:
             waited = outcome is not None and outcome.awaited
             record.missed = -PATIENCE_AFTER_WAITING if waited else record.missed + 1
 

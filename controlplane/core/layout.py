@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -25,6 +25,14 @@ from controlplane.core.errors import (
 
 CHECKSUM_BYTES = 8
 """XXH3_64, canonical (big-endian) form."""
+PLAIN = "plain"
+"""Format of weights that are numbers as they stand."""
+FP8_BLOCK = "fp8-block"
+"""8-bit floats with one scale for each block of them; a weight's scales stand beside it, under its name and
+SCALE_SUFFIX, as checkpoints of such models have them."""
+SCALE_SUFFIX = "_scale_inv"
+DRAFT_PREFIX = "draft:"
+"""Before the name of a tensor that is the draft model's alone: both may have different tensors of one name."""
 
 
 class DType(Enum):
@@ -69,11 +77,13 @@ class Target:
 
 MODEL_ONLY = (Target(),)
 """What a tensor belongs to unless it says otherwise."""
+DRAFT_ONLY = (Target(TargetKind.DRAFT),)
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One tensor as the engine's checkpoint names it. `shape` counts elements."""
+    """One tensor as the engine's checkpoint names it, with DRAFT_PREFIX if it is the draft's alone. `shape` counts
+    elements."""
 
     name: str
     dtype: DType
@@ -84,10 +94,14 @@ class TensorSpec:
     def byte_count(self) -> int:
         return math.prod(self.shape) * self.dtype.item_bytes
 
+    def is_for(self, kind: TargetKind) -> bool:
+        return any(target.kind is kind for target in self.targets)
+
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """`alias` has no bytes of its own: it is the tensor `source` under a second name."""
+    """`alias` has no bytes of its own: it is the tensor `source` under a second name. An alias with DRAFT_PREFIX is the
+    draft's, any other the model's."""
 
     alias: str
     source: str
@@ -98,12 +112,13 @@ class Layout:
     """Names, dtypes, shapes, ties, format, targets and order of a model's tensors.
 
     Raises:
-        LayoutInvalid: a name stands twice, a tie has no source, or a dimension is negative.
+        LayoutInvalid: a name stands twice, a tie has no source, a dimension is negative, a name's prefix says another
+            target than the tensor does, or an 8-bit float of FP8_BLOCK has no scale.
     """
 
     tensors: tuple[TensorSpec, ...]
     ties: tuple[Tie, ...] = ()
-    format: str = "plain"
+    format: str = PLAIN
 
     def __post_init__(self) -> None:
         names = [t.name for t in self.tensors] + [t.alias for t in self.ties]
@@ -117,6 +132,38 @@ class Layout:
         negative = [t.name for t in self.tensors if any(d < 0 for d in t.shape)]
         if negative:
             raise LayoutInvalid("a dimension is negative", names=negative)
+        misnamed = [t.name for t in self.tensors if t.name.startswith(DRAFT_PREFIX) != (t.targets == DRAFT_ONLY)]
+        if misnamed:
+            raise LayoutInvalid(f"{DRAFT_PREFIX} stands before what is the draft's alone", names=misnamed)
+        unscaled = [] if self.format != FP8_BLOCK else [n for n in self._scaled if n + SCALE_SUFFIX not in known]
+        if unscaled:
+            raise LayoutInvalid(f"8-bit floats of {FP8_BLOCK} without a scale", names=unscaled)
+
+    @property
+    def _scaled(self) -> list[str]:
+        return [t.name for t in self.tensors if t.dtype in (DType.F8_E4M3, DType.F8_E5M2)]
+
+    @cached_property
+    def model(self) -> Layout:
+        """What of it is for the model itself."""
+        if all(t.targets == MODEL_ONLY for t in self.tensors):
+            return self
+        return self._part(TargetKind.MODEL, [t for t in self.ties if not t.alias.startswith(DRAFT_PREFIX)])
+
+    @cached_property
+    def draft(self) -> Layout | None:
+        """What of it is for the draft model, under the draft's own names. None: it leaves the draft as it is."""
+        if not any(t.is_for(TargetKind.DRAFT) for t in self.tensors):
+            return None
+        return self._part(TargetKind.DRAFT, [t for t in self.ties if t.alias.startswith(DRAFT_PREFIX)])
+
+    def _part(self, kind: TargetKind, ties: list[Tie]) -> Layout:
+        """LayoutInvalid: a tie's source is for the other target."""
+        return Layout(
+            tuple(replace(t, name=own_name(t.name), targets=MODEL_ONLY) for t in self.tensors if t.is_for(kind)),
+            tuple(Tie(own_name(t.alias), own_name(t.source)) for t in ties),
+            self.format,
+        )
 
     @cached_property
     def digest(self) -> bytes:
@@ -153,32 +200,51 @@ class Expected:
     dtypes: Mapping[str, frozenset[DType]]
     optional: frozenset[str] = field(default_factory=frozenset)
     """Names that the engine knows but can do without, such as a tied `lm_head.weight`."""
-    format: str = "plain"
+    format: str = PLAIN
+    draft: Expected | None = None
+    """Of its draft model, under the draft's own names; None if it has none."""
 
     def check(self, layout: Layout) -> None:
         """Refuse a layout that this engine could not install whole (INV-1, INV-4: before anything is touched).
 
+        A draft is covered whole or left as it is: what it proposes the model judges, so an old one costs speed only.
+
         Raises:
             FormatMismatch, UnknownTensor, ManifestIncomplete, ShapeMismatch, DtypeMismatch.
         """
+        adapters = [f"{t.name} of an adapter" for t in layout.tensors if t.is_for(TargetKind.ADAPTER)]
+        if adapters:
+            raise UnknownTensor(names=adapters)
+        self._check(layout.model)
+        if layout.draft is not None:
+            if self.draft is None:
+                raise UnknownTensor(names=[DRAFT_PREFIX + t.name for t in layout.draft.tensors])
+            self.draft._check(layout.draft, DRAFT_PREFIX)
+
+    def _check(self, layout: Layout, prefix: str = "") -> None:
         if layout.format != self.format:
             raise FormatMismatch(expected=self.format, got=layout.format)
         covered = {t.name for t in layout.tensors} | {t.alias for t in layout.ties}
         unknown = sorted(covered - self.shapes.keys() - self.optional)
         if unknown:
-            raise UnknownTensor(names=unknown)
+            raise UnknownTensor(names=[prefix + name for name in unknown])
         missing = sorted(self.shapes.keys() - covered - self.optional)
         if missing:
-            raise ManifestIncomplete(names=missing, expected=len(self.shapes), got=len(covered))
+            raise ManifestIncomplete(names=[prefix + n for n in missing], expected=len(self.shapes), got=len(covered))
         for t in layout.tensors:
             want = self.shapes.get(t.name)
             if want is not None and want != t.shape:
-                raise ShapeMismatch(name=t.name, expected=want, got=t.shape)
+                raise ShapeMismatch(name=prefix + t.name, expected=want, got=t.shape)
             accepted = self.dtypes.get(t.name)
             if accepted is not None and t.dtype not in accepted:
                 raise DtypeMismatch(
-                    name=t.name, expected="|".join(sorted(d.value[0] for d in accepted)), got=t.dtype.value[0]
+                    name=prefix + t.name, expected="|".join(sorted(d.value[0] for d in accepted)), got=t.dtype.value[0]
                 )
+
+
+def own_name(name: str) -> str:
+    """A tensor's name in its own checkpoint."""
+    return name.removeprefix(DRAFT_PREFIX)
 
 
 def _repeated(names: Iterable[str]) -> list[str]:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import Enum
 
 DEFAULT_WAIT_SECONDS = 60.0
+MAX_INSTALL_WAIT_SECONDS = 90.0
+"""Below the time that a fleet gives its engines from go to the last outcome."""
 
 
 class PauseMode(Enum):
@@ -28,6 +30,13 @@ class PausePolicy:
     """With WAIT: how long requests may take."""
     fallback: PauseMode = PauseMode.KEEP
     """With WAIT: what becomes of those that took longer."""
+
+    @property
+    def problem_at_an_install(self) -> str:
+        """As `problem`; the fleet waits for an install too, and takes an engine that is late for lost."""
+        long = self.mode is PauseMode.WAIT and self.wait_seconds > MAX_INSTALL_WAIT_SECONDS
+        limit = f"an install waits {MAX_INSTALL_WAIT_SECONDS:.0f} s for requests at most, not {self.wait_seconds:.0f}"
+        return self.problem or (limit if long else "")
 
     @property
     def problem(self) -> str:

@@ -40,6 +40,20 @@ class LinkFate(Enum):
     """A link for each engine: none suffers from another, and the bytes leave once for each."""
 
 
+class Apply(Enum):
+    """When an engine installs an update's bytes; see weight_update.proto."""
+
+    STAGED = "staged"
+    """Once all are here: the engine generates meanwhile, and a second copy of the weights waits for the install."""
+    STREAMING = "streaming"
+    """As they come: no second copy, and no generation from the first chunk on."""
+
+
+PART_TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE)
+"""By which bytes can be streamed. Over a link all engines go at one pace: one that waits for go would hold up those
+that say ready when all bytes are in."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """A training process and its device."""
@@ -72,6 +86,8 @@ class EnginePlace:
     """Engines of one likeness say the same of the same bytes. Empty: it is like no other."""
     max_requests: int = 0
     """How many requests it runs at once; 0: unknown."""
+    streaming: bool = False
+    """It installs updates as they come, where their transport allows it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +117,7 @@ class Assignment:
     """With BROADCAST: the link's."""
     base: Held | None = None
     """What the engine holds and the trainer still has: the leader may send what changed since (INV-5)."""
+    apply: Apply = Apply.STAGED
 
     @property
     def leader(self) -> Rank | None:
@@ -130,4 +147,5 @@ def _acted_on(a: Assignment) -> tuple[object, ...]:
         *(a.engine.engine_id, a.engine.incarnation, a.engine.endpoint),
         *(a.ranks, a.device_uuids, a.transport.value, a.required),
         *(a.link, None if a.fate is None else a.fate.value, base),
+        *([a.apply.value] if a.apply is Apply.STREAMING else []),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from controlplane.core.plan import Assignment, Load, Plan, Transport
+from controlplane.core.plan import Apply, Assignment, Load, Plan, Transport
 from controlplane.core.versions import EngineId, Rank
 
 BY_REFERENCE = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
@@ -96,4 +96,6 @@ def _engine(a: Assignment, load: Load | None) -> EngineCost:
         return EngineCost(a.engine.engine_id, None, None)
     chunks = _two_chunks(load) if a.transport is Transport.CUDA_IPC else 0
     staging = load.byte_count if a.transport in _IN_PIECES else 0
+    if a.apply is Apply.STREAMING:  # what was installed is forgotten
+        staging = min(staging, _two_chunks(load))
     return EngineCost(a.engine.engine_id, staging, load.largest_module_bytes + chunks)

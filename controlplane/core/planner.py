@@ -19,7 +19,17 @@ from heapq import heapreplace
 from controlplane.core.engine_state import Held
 from controlplane.core.errors import EngineMisfit
 from controlplane.core.names import natural_key
-from controlplane.core.plan import HOST_MEMORY, Assignment, EnginePlace, LinkFate, Plan, RankPlace, Transport
+from controlplane.core.plan import (
+    HOST_MEMORY,
+    PART_TRANSPORTS,
+    Apply,
+    Assignment,
+    EnginePlace,
+    LinkFate,
+    Plan,
+    RankPlace,
+    Transport,
+)
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 
 Way = tuple[EngineId, Incarnation, Transport]
@@ -27,6 +37,7 @@ Way = tuple[EngineId, Incarnation, Transport]
 
 _NAMELESS = (DeviceUuid(""),)
 _CAN_BE_DELTAS = (Transport.INLINE, Transport.BROADCAST)
+_IN_PIECES = (Transport.INLINE, Transport.BROADCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +107,7 @@ def make_plan(
                 reason=reason,
             )
         )
-    linked = [_linked(a, ways.fate) for a in made]
+    linked = [_linked(a, ways.fate) for a in _with_applies(made)]
     return Plan(revision, tuple(_with_bases(linked, ways)))
 
 
@@ -215,6 +226,33 @@ def _worth_saying(transport: Transport, engine: EnginePlace, ways: Ways) -> bool
     return transport is not Transport.CUDA_IPC or transport in engine.transports | ways.sends
 
 
+def _with_applies(assignments: Sequence[Assignment]) -> Iterator[Assignment]:
+    """Nobody asks why an engine is not streamed to that does not ask for it.
+
+    A leader that sends in pieces keeps two chunks, and goes on when all whom it feeds so have had them. Streaming
+    engines take the first one after go, and go waits until staged ones have the last: such a leader feeds one kind.
+    """
+    staged = {a.leader for a in assignments if a.transport in _IN_PIECES and not _can_stream(a)}
+    for a in assignments:
+        if not a.engine.streaming:
+            yield a
+        elif not _can_stream(a):
+            yield _why_staged(a, f"{a.transport.value} brings whole versions")
+        elif a.transport in _IN_PIECES and a.leader in staged:
+            yield _why_staged(a, f"rank {a.leader} sends in pieces to an engine that takes whole versions, too")
+        else:
+            reason = f"{a.reason}; streaming, as the engine asks: installed as it comes"
+            yield replace(a, apply=Apply.STREAMING, reason=reason)
+
+
+def _can_stream(a: Assignment) -> bool:
+    return a.engine.streaming and a.transport in PART_TRANSPORTS
+
+
+def _why_staged(a: Assignment, why: str) -> Assignment:
+    return replace(a, reason=f"{a.reason}; not streaming, which the engine asks for: {why}")
+
+
 # ---- links and bases ----------------------------------------------------------------------------
 
 
@@ -233,4 +271,9 @@ def _with_bases(assignments: Sequence[Assignment], ways: Ways) -> Iterator[Assig
 
 
 def _holds_base(a: Assignment, ways: Ways) -> bool:
-    return a.transport in _CAN_BE_DELTAS and len(a.ranks) == 1 and a.engine.engine_id in ways.holders
+    return (
+        a.apply is Apply.STAGED
+        and a.transport in _CAN_BE_DELTAS
+        and len(a.ranks) == 1
+        and a.engine.engine_id in ways.holders
+    )

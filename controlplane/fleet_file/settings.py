@@ -52,7 +52,7 @@ class GroupSettings:
     pair: str = ""
     """Of prefill and decode groups: groups of one pair take a version together, behind one gate."""
     tensor_parallel_size: int = 1
-    """Devices of one engine, unless `vllm.vllm_arguments` has pipeline_parallel_size too."""
+    """Devices of one engine, times `vllm.data_parallel_size` and pipeline_parallel_size of `vllm.vllm_arguments`."""
     devices: tuple[Device, ...] = ()
     """Numbers or UUIDs, taken in order: so many for the first engine, then for the next. Empty: any."""
     min_engines: int = 0
@@ -80,10 +80,10 @@ class GroupSettings:
 
     @property
     def devices_each(self) -> int:
-        """Devices of one engine: tensor × pipeline parallel."""
+        """Devices of one engine: tensor × pipeline × data parallel."""
         arguments = self.vllm.get("vllm_arguments", {})
         pipeline = arguments.get("pipeline_parallel_size", 1) if isinstance(arguments, Mapping) else 1
-        return self.tensor_parallel_size * int(pipeline)
+        return self.tensor_parallel_size * int(pipeline) * int(self.vllm.get("data_parallel_size", 1))
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,14 @@ def _checkpoints(rows: Rows) -> Iterator[str]:
             yield f"{name}: its layout is not that of number {kept['number']}"
 
 
+def _kept_engines(rows: Rows) -> Iterator[str]:
+    for kept in rows.tables["kept_engines"]:
+        if not rows.may_be_committed(kept["number"]):
+            yield f"{kept['engine_id']}: it stays at number {kept['number']}, but no update committed it"
+        elif _differ(kept["content_digest"], rows.digest(kept["number"])):
+            yield f"{kept['engine_id']}: it stays at number {kept['number']} with other contents than its update's"
+
+
 def _floors(rows: Rows) -> Iterator[str]:
     for floor in rows.tables["floors"]:
         if floor["coordinator_term"] > rows.coordinator_term:
@@ -185,5 +193,6 @@ _RULES: tuple[Callable[[Rows], Iterator[str]], ...] = (
     _restores,
     _layouts,
     _checkpoints,
+    _kept_engines,
     _floors,
 )

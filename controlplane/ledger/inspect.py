@@ -24,6 +24,7 @@ TABLES = (
     "checkpoints",
     "floors",
     "floor_terms",
+    "kept_engines",
 )
 
 

@@ -12,7 +12,9 @@ from controlplane.core.fleet_records import (
     CheckpointGone,
     CheckpointKept,
     EngineForgotten,
+    EngineKept,
     EngineKnown,
+    EngineReleased,
     FloorRaised,
     FrozenServed,
     ModelRecord,
@@ -50,6 +52,7 @@ class MemoryLedger:
         self._floor_terms: dict[ModelName, Term] = {}
         self._leases: dict[ModelName, TermGiven] = {}
         self._engines: dict[EngineId, EngineKnown] = {}
+        self._kept: dict[EngineId, EngineKept] = {}
         self._updates: dict[UpdateId, _Update] = {}
         self._served: dict[ModelName, ModelRecord] = {}
         """Without terms: those are the leases' and the floors'."""
@@ -69,6 +72,7 @@ class MemoryLedger:
             open_updates=tuple((u.began, u.went_go) for u in still_open),
             rolled=frozenset(u.began.update_id for u in still_open if u.rolled),
             requests=self._requests(self._clock()),
+            kept=tuple(kept for _, kept in sorted(self._kept.items())),
         )
 
     def save(self, record: Record) -> None:
@@ -79,6 +83,10 @@ class MemoryLedger:
                 self._engines[record.engine_id] = record
             case EngineForgotten():
                 self._engines.pop(record.engine_id, None)
+            case EngineKept():
+                self._kept[record.engine_id] = record
+            case EngineReleased():
+                self._kept.pop(record.engine_id, None)
             case UpdateBegan():
                 if record.version.number < self._next_number:
                     raise LedgerError(path="memory", cause=f"number {record.version.number} was given before")

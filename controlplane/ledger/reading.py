@@ -13,6 +13,7 @@ from controlplane.core.fleet_records import (
     REQUEST_ID_SECONDS,
     CheckpointKept,
     EngineAsked,
+    EngineKept,
     EngineKnown,
     ModelRecord,
     Recovered,
@@ -52,6 +53,7 @@ def recover(db: sqlite3.Connection, now: float) -> Recovered:
         open_updates=tuple((began, went_go) for began, went_go, _ in open_updates),
         rolled=frozenset(began.update_id for began, _, rolled in open_updates if rolled),
         requests=tuple(_requests(db, now)),
+        kept=tuple(_kept(db)),
     )
 
 
@@ -91,6 +93,12 @@ def _leases(db: sqlite3.Connection) -> Iterator[TermGiven]:
 def _engines(db: sqlite3.Connection) -> Iterator[EngineKnown]:
     for engine_id, model in db.execute("SELECT engine_id, model FROM engines ORDER BY engine_id"):
         yield EngineKnown(EngineId(engine_id), ModelName(model))
+
+
+def _kept(db: sqlite3.Connection) -> Iterator[EngineKept]:
+    rows = db.execute("SELECT engine_id, model, term, number, content_digest FROM kept_engines ORDER BY engine_id")
+    for engine_id, model, term, number, digest in rows:
+        yield EngineKept(EngineId(engine_id), ModelName(model), WeightVersion(number, Term(term)), digest)
 
 
 def _models(

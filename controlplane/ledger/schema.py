@@ -11,8 +11,8 @@ from importlib.resources import files
 
 APPLICATION_ID = 0x57504C31
 """Marks the file as ours: "WPL1"."""
-SCHEMA_VERSION = 2
-MIGRATIONS = {1: "1_to_2.sql"}
+SCHEMA_VERSION = 3
+MIGRATIONS = {1: "1_to_2.sql", 2: "2_to_3.sql"}
 """By the version that each script starts from; it ends at the next. A script that was released is never changed."""
 
 

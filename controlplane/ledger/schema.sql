@@ -1,4 +1,4 @@
--- The coordinator's ledger, schema 2. Numbers and terms only grow; nothing is updated but an update's fate and a
+-- The coordinator's ledger, schema 3. Numbers and terms only grow; nothing is updated but an update's fate and a
 -- model's latest. Times are Unix seconds. A digest of no bytes was not told.
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) STRICT;
 
@@ -104,4 +104,14 @@ CREATE TABLE floor_terms (
     model TEXT NOT NULL,
     term INTEGER NOT NULL,
     PRIMARY KEY (floor_id, model)
+) STRICT;
+
+-- Engines that stay at a version while the fleet moves on, until they are released.
+CREATE TABLE kept_engines (
+    engine_id TEXT PRIMARY KEY,
+    model TEXT NOT NULL,
+    term INTEGER NOT NULL,
+    number INTEGER NOT NULL,
+    content_digest BLOB NOT NULL DEFAULT x'',
+    kept_at REAL NOT NULL
 ) STRICT;

@@ -14,7 +14,9 @@ from controlplane.core.fleet_records import (
     CheckpointGone,
     CheckpointKept,
     EngineForgotten,
+    EngineKept,
     EngineKnown,
+    EngineReleased,
     FloorRaised,
     FrozenServed,
     Record,
@@ -64,6 +66,19 @@ def _engine_known(db: sqlite3.Connection, record: EngineKnown, _: float) -> None
 
 def _engine_forgotten(db: sqlite3.Connection, record: EngineForgotten, _: float) -> None:
     db.execute("DELETE FROM engines WHERE engine_id = ?", (record.engine_id,))
+
+
+def _engine_kept(db: sqlite3.Connection, record: EngineKept, now: float) -> None:
+    version = record.version
+    db.execute(
+        "INSERT OR REPLACE INTO kept_engines (engine_id, model, term, number, content_digest, kept_at) "
+        "VALUES (?, ?, ?, ?, ?, ?)",
+        (record.engine_id, record.model, version.term, version.number, record.content_digest, now),
+    )
+
+
+def _engine_released(db: sqlite3.Connection, record: EngineReleased, _: float) -> None:
+    db.execute("DELETE FROM kept_engines WHERE engine_id = ?", (record.engine_id,))
 
 
 def _floor_raised(db: sqlite3.Connection, record: FloorRaised, now: float) -> None:
@@ -229,6 +244,8 @@ _WRITERS: Mapping[type, Callable[[sqlite3.Connection, Any, float], None]] = {
     TermGiven: _term_given,
     EngineKnown: _engine_known,
     EngineForgotten: _engine_forgotten,
+    EngineKept: _engine_kept,
+    EngineReleased: _engine_released,
     UpdateBegan: _update_began,
     UpdateWentGo: _update_went_go,
     UpdateRolled: _update_rolled,

@@ -61,13 +61,15 @@ class RolloutClient:
         deadline_seconds: float = 300.0,
         policy: Policy | None = None,
         on_loss: OnLoss = "fail",
+        include_kept: bool = False,
     ) -> None:
         """`wait_seconds` bounds the wait for an engine that may serve; `deadline_seconds` a whole sample.
 
         Without `run_id` the client works for whatever run the coordinator leads. `policy`: which of the engines gets a
         request (`LeastLoaded`, `PowerOfTwo`, `BySession`). `on_loss`: what becomes of a sample with tokens whose
         engine goes away, or that an engine cut for an update: `resume` it at another engine from the tokens that it
-        has, `restart` it, or `fail`: raise, or hand out what was cut.
+        has, `restart` it, or `fail`: raise, or hand out what was cut. `include_kept`: samples with `exact_version` may
+        go to engines that stay at that version while the fleet moves on (`weightplane engines hold`).
         """
         self._coordinator = coordinator
         self._model = ModelName(model)
@@ -75,7 +77,8 @@ class RolloutClient:
         self._deadline_seconds = deadline_seconds
         self._on_loss = on_loss
         self._connections = Connections()
-        self._watch = RouteWatch(coordinator, self._model, None if run_id is None else RunId(run_id), self._connections)
+        run = None if run_id is None else RunId(run_id)
+        self._watch = RouteWatch(coordinator, self._model, run, self._connections, include_kept=include_kept)
         self._choosing = Choosing(self._watch, policy or LeastLoaded(), coordinator)
         self._watcher: asyncio.Task[None] | None = None
 

@@ -30,6 +30,8 @@ class Route:
     """Requests in it, from every client, as it last said."""
     max_requests: int = 0
     """How many it runs at once; 0: unknown."""
+    kept: bool = False
+    """It stays at that version while the fleet moves on: only a request that asks for just that one goes there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +70,7 @@ class RoutingTable:
         self.routes = routes
         self._reported = {r.engine_id: self._in_flight[r.engine_id] for r in routes.routes}
         self.commits.note(routes.commits)
-        self.usual = max(self.usual, len(routes.routes))
+        self.usual = max(self.usual, sum(not r.kept for r in routes.routes))
 
     def mark_stale(self) -> None:
         if self.routes is not None:
@@ -85,7 +87,9 @@ class RoutingTable:
         return [
             r
             for r in self.routes.routes
-            if (r.engine_id, r.incarnation) not in tried and (not judged or self._meets(r, pin))
+            if (r.engine_id, r.incarnation) not in tried
+            and (not r.kept or pin.exact_version == r.applied)
+            and (not judged or self._meets(r, pin))
         ]
 
     @contextmanager

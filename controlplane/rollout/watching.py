@@ -29,7 +29,16 @@ BACKOFF_MAX_SECONDS = 2.0
 class RouteWatch:
     """Keeps a routing table true, as far as the coordinator can be heard. One event loop uses it."""
 
-    def __init__(self, coordinator: str, model: ModelName, run_id: RunId | None, connections: Connections) -> None:
+    def __init__(
+        self,
+        coordinator: str,
+        model: ModelName,
+        run_id: RunId | None,
+        connections: Connections,
+        *,
+        include_kept: bool = False,
+    ) -> None:
+        """`include_kept`: also engines that stay at a version of their own."""
         self.table = RoutingTable()
         self.refused: e.WeightplaneError | None = None
         """An answer that would be the same again: nothing is watched any more."""
@@ -37,6 +46,7 @@ class RouteWatch:
         self._model = model
         self._run_id = run_id
         self._connections = connections
+        self._include_kept = include_kept
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
 
@@ -46,7 +56,9 @@ class RouteWatch:
         async with open_channel(self._coordinator) as channel:
             stub = fleet_pb2_grpc.FleetStub(channel)
             while self.refused is None:
-                request = fleet_pb2.WatchRoutesRequest(model=self._model, run_id=self._run_id or "")
+                request = fleet_pb2.WatchRoutesRequest(
+                    model=self._model, run_id=self._run_id or "", include_kept=self._include_kept
+                )
                 try:
                     async for response in stub.WatchRoutes(request):
                         pause = BACKOFF_SECONDS

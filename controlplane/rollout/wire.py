@@ -34,6 +34,7 @@ def _route(message: fleet_pb2.Route) -> Route:
         applied=version_from_proto(message.applied) if message.HasField("applied") else None,
         live_requests=message.live_requests,
         max_requests=message.max_requests,
+        kept=message.kept,
     )
 
 

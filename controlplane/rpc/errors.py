@@ -64,6 +64,7 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.SegmentUnreadable: _C.FAILED_PRECONDITION,
     e.CheckpointUnreadable: _C.FAILED_PRECONDITION,
     e.CheckpointUnknown: _C.NOT_FOUND,
+    e.CheckpointInUse: _C.FAILED_PRECONDITION,
     e.SlotMismatch: _C.FAILED_PRECONDITION,
     e.EngineMisfit: _C.FAILED_PRECONDITION,
     e.DeviceHandlesMissing: _C.FAILED_PRECONDITION,

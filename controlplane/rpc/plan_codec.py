@@ -8,10 +8,21 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from controlplane.core.engine_state import Held
+from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import FrameInvalid
 from controlplane.core.fleet_events import Avoided
 from controlplane.core.names import device_uuid
-from controlplane.core.plan import HOST_MEMORY, Assignment, EnginePlace, LinkFate, Load, Plan, RankPlace, Transport
+from controlplane.core.plan import (
+    HOST_MEMORY,
+    Apply,
+    Assignment,
+    EnginePlace,
+    LinkFate,
+    Load,
+    Plan,
+    RankPlace,
+    Transport,
+)
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank
 from controlplane.rpc.codec import engine_ref, version_from_proto, version_to_proto
 from weightplane.v1 import fleet_pb2, weight_update_pb2
@@ -19,6 +30,7 @@ from weightplane.v1 import fleet_pb2, weight_update_pb2
 TRANSPORTS = {t: weight_update_pb2.Transport.Value(f"TRANSPORT_{t.name}") for t in Transport}
 _TRANSPORTS_BACK = {v: k for k, v in TRANSPORTS.items()}
 FATES = {f: weight_update_pb2.LinkFate.Value(f"LINK_FATE_{f.name}") for f in LinkFate}
+APPLIES = {a: weight_update_pb2.Apply.Value(f"APPLY_{a.name}") for a in Apply}
 FATES_BACK = {v: k for k, v in FATES.items()}
 
 
@@ -61,6 +73,7 @@ def engine_place_from_proto(hello: fleet_pb2.EngineHello) -> EnginePlace:
         _transports(hello.transports),
         hello.likeness,
         hello.max_requests,
+        STREAMING in hello.capabilities,
     )
 
 
@@ -104,6 +117,7 @@ def _assignment_to_proto(a: Assignment) -> fleet_pb2.Assignment:
         link=a.link,
         fate=weight_update_pb2.LINK_FATE_UNSPECIFIED if a.fate is None else FATES[a.fate],
         base=None if a.base is None else base_to_proto(a.base),
+        apply=APPLIES[a.apply],
     )
 
 

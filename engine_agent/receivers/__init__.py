@@ -13,18 +13,21 @@ from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.checkpoint import CheckpointReceiver
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.links import ReceiverLink
-from engine_agent.receivers.port import Buffer, Receiver
+from engine_agent.receivers.port import Buffer, PartReceiver, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
 from engine_agent.receivers.staging import Staging
 from weightplane.v1 import weight_update_pb2
 
 __all__ = [
     "DEFAULT_TRANSPORTS",
+    "PART_TRANSPORTS",
     "TRANSPORTS",
     "Buffer",
     "CheckpointReceiver",
     "Incoming",
+    "PartReceiver",
     "Receiver",
+    "make_part_receiver",
     "make_receiver",
     "require_received",
     "transports_of",
@@ -34,6 +37,9 @@ TRANSPORTS = ("shared_memory", "inline", "broadcast")
 """What settings may name; checkpoints are another setting's matter."""
 DEFAULT_TRANSPORTS = ("shared_memory", "inline", *(["broadcast"] if find_spec("torch") else []))
 """Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
+
+PART_TRANSPORTS = frozenset({weight_update_pb2.TRANSPORT_INLINE, weight_update_pb2.TRANSPORT_SHARED_MEMORY})
+"""Those of streaming updates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,21 @@ def make_receiver(incoming: Incoming) -> Receiver:
             return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
         case weight_update_pb2.TRANSPORT_BROADCAST if incoming.link is not None:
             return BroadcastReceiver(_staging(incoming), incoming.link)
+        case unknown:
+            raise _unsupported(incoming.engine_id, unknown)
+
+
+def make_part_receiver(incoming: Incoming) -> PartReceiver:
+    """The receiver of a streaming update, empty: what was installed it forgets.
+
+    Raises:
+        UnsupportedByEngine: there is none for this transport.
+    """
+    match incoming.transport:
+        case weight_update_pb2.TRANSPORT_INLINE:
+            return InlineReceiver(Staging(incoming.layout, reserve=False), keeps=False)
+        case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
+            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
         case unknown:
             raise _unsupported(incoming.engine_id, unknown)
 

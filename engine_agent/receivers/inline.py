@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from controlplane.core.assembly import Record
 from controlplane.core.errors import FrameInvalid
-from engine_agent.engine import StagedWeights
+from engine_agent.engine import StagedPart, StagedWeights
 from engine_agent.receivers.port import Buffer, require_open
 from engine_agent.receivers.staging import Staging
 
@@ -16,10 +16,10 @@ class InlineReceiver:
     """By copy: a chunk's memory at the sender is free as soon as it was placed."""
 
     releases_at_once = True
-    keeps = True
 
-    def __init__(self, staging: Staging) -> None:
-        """The room is closed with this."""
+    def __init__(self, staging: Staging, *, keeps: bool = True) -> None:
+        """The room is closed with this. Not `keeps`: what was installed is forgotten."""
+        self.keeps = keeps
         self._staging = staging
         self._in_use = threading.Lock()
 
@@ -38,6 +38,14 @@ class InlineReceiver:
 
     def staged(self, label: str) -> StagedWeights:
         return self._staging.staged(label)
+
+    def part(self, tensors: Sequence[int]) -> StagedPart:
+        return self._staging.part(tensors)
+
+    def forget(self, tensors: Sequence[int]) -> None:
+        with self._in_use:
+            require_open(self._staging.closed)
+            self._staging.forget(tensors)
 
     def close(self) -> None:
         with self._in_use:

@@ -12,7 +12,7 @@ from typing import Protocol
 from controlplane.core.assembly import Record
 from controlplane.core.errors import ChecksumMismatch, UpdateAborted
 from controlplane.core.layout import Layout
-from engine_agent.engine import StagedWeights
+from engine_agent.engine import StagedPart, StagedWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,18 @@ class Receiver(Protocol):
 
     def close(self) -> None:
         """Unmap and forget. Idempotent."""
+        ...
+
+
+class PartReceiver(Receiver, Protocol):
+    """One whose tensors can be installed before all of them are here."""
+
+    def part(self, tensors: Sequence[int]) -> StagedPart:
+        """Some of the tensors, whole and checked. Valid until `forget` or `close`."""
+        ...
+
+    def forget(self, tensors: Sequence[int]) -> None:
+        """No worker reads these any more: what memory they take on this side goes."""
         ...
 
 

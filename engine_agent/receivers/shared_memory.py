@@ -19,7 +19,7 @@ import xxhash
 from controlplane.core.assembly import Record
 from controlplane.core.errors import ByteCountMismatch, DeviceHandlesMissing, FrameInvalid, SegmentUnreadable
 from controlplane.core.layout import Layout
-from engine_agent.engine import Placement, SegmentSpan, StagedWeights
+from engine_agent.engine import Placement, SegmentSpan, StagedPart, StagedWeights
 from engine_agent.receivers.port import Buffer, require_equal, require_open
 
 SHARED_MEMORY = Path("/dev/shm")
@@ -90,12 +90,20 @@ class SharedMemoryReceiver:
                 require_equal(self._layout, tensor, expected, got)
 
     def staged(self, label: str) -> StagedWeights:
-        chunks = {
+        placements = [self._placed(i) for i in range(len(self._placements))]
+        return StagedWeights(layout=self._layout, label=label, chunks=self._spans(), placements=placements)
+
+    def part(self, tensors: Sequence[int]) -> StagedPart:
+        return StagedPart(self._spans(), tensors, [self._placed(t) for t in tensors])
+
+    def forget(self, tensors: Sequence[int]) -> None:
+        """The memory is the sender's."""
+
+    def _spans(self) -> dict[str, list[SegmentSpan]]:
+        return {
             uuid: [SegmentSpan(f"/proc/{os.getpid()}/fd/{s.descriptor}", 0, s.size) for s in device.segments]
             for uuid, device in self._devices.items()
         }
-        placements = [self._placed(i) for i in range(len(self._placements))]
-        return StagedWeights(layout=self._layout, label=label, chunks=chunks, placements=placements)
 
     def close(self) -> None:
         with self._in_use:

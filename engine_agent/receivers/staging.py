@@ -16,7 +16,7 @@ import xxhash
 from controlplane.core.assembly import Record
 from controlplane.core.errors import ByteCountMismatch, LimitExceeded
 from controlplane.core.layout import Layout
-from engine_agent.engine import Placement, SegmentSpan, StagedWeights
+from engine_agent.engine import Placement, SegmentSpan, StagedPart, StagedWeights
 from engine_agent.receivers.port import require_equal
 
 ALIGNMENT_BYTES = 64
@@ -29,13 +29,18 @@ class Staging:
     patched = False
     """It begins as a copy of a base; what comes is a delta."""
 
-    def __init__(self, layout: Layout) -> None:
-        """Reserves the layout's size at once. Raises LimitExceeded when memory does not suffice."""
+    def __init__(self, layout: Layout, *, reserve: bool = True) -> None:
+        """Reserves the layout's size at once, or, without `reserve`, takes memory as bytes come.
+
+        Raises LimitExceeded when memory does not suffice.
+        """
         self.layout = layout
         self.offsets, self.size = _offsets(layout)
         self._descriptor = os.memfd_create("weightplane-staging", os.MFD_CLOEXEC)
         try:
-            os.posix_fallocate(self._descriptor, 0, self.size)
+            os.ftruncate(self._descriptor, self.size)
+            if reserve:
+                os.posix_fallocate(self._descriptor, 0, self.size)
             self._map = mmap.mmap(self._descriptor, self.size)
         except OSError as error:
             os.close(self._descriptor)
@@ -68,6 +73,18 @@ class Staging:
         span = SegmentSpan(f"/proc/{os.getpid()}/fd/{self._descriptor}", 0, self.size)
         placements = [Placement(0, offset) for offset in self.offsets]
         return StagedWeights(layout=self.layout, label=label, chunks={"": [span]}, placements=placements)
+
+    def part(self, tensors: Sequence[int]) -> StagedPart:
+        span = SegmentSpan(f"/proc/{os.getpid()}/fd/{self._descriptor}", 0, self.size)
+        return StagedPart({"": [span]}, tensors, [Placement(0, self.offsets[t]) for t in tensors])
+
+    def forget(self, tensors: Sequence[int]) -> None:
+        """Give these tensors' whole pages back. They read as zeros from here on."""
+        for tensor in tensors:
+            begin = -(-self.offsets[tensor] // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = self.offsets[tensor] + self.layout.tensors[tensor].byte_count
+            if (size := (end - begin) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
+                self._map.madvise(mmap.MADV_REMOVE, begin, size)
 
     def close(self) -> None:
         """Let go. What still looks into it (an operation of torch's) keeps the memory until it ends. Idempotent."""

@@ -54,10 +54,20 @@ class Core:
         self.raise_if_dead()
         raise DeadlineExceeded(what, f"the engine core of {self.engine_id}", limit_seconds)
 
+    @property
+    def cores(self) -> int:
+        """Engine cores: the data parallel size."""
+        return int(self.llm.vllm_config.parallel_config.data_parallel_size)
+
     async def collect(self, method: str, limit_seconds: float) -> list[dict[str, Any]]:
-        """One answer of each worker, in rank order; fewer answers than workers is a death."""
-        answers: list[dict[str, Any]] = await self.ask(self.llm.collective_rpc(method), method, limit_seconds)
-        world_size = self.llm.vllm_config.parallel_config.world_size
+        """One answer of each worker of every core, in rank order; fewer answers than workers is a death.
+
+        vLLM's own collective_rpc asks every core and hands on what the first one says.
+        """
+        call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, (), None)
+        by_core: list[list[dict[str, Any]]] = await self.ask(call, method, limit_seconds)
+        answers = [answer for core in by_core for answer in core]
+        world_size = self.cores * self.llm.vllm_config.parallel_config.world_size
         if sorted(a["rank"] for a in answers) != list(range(world_size)):
             raise EngineDied(self.engine_id, f"{method}: {len(answers)} of {world_size} workers answered")
         return sorted(answers, key=lambda a: int(a["rank"]))

@@ -15,6 +15,8 @@ from controlplane.core.canary import Canary
 
 PROMPT_TOKENS = 16
 DECODED_TOKENS = 4
+CORES_TOLERANCE = 0.25
+"""Between logprobs of two cores; far above what bf16 does in other batches (0.03), below what other weights do."""
 FIRST = -1
 """Priority before every request, whose priority is 0."""
 
@@ -35,10 +37,12 @@ def canary_prompt(vocab_size: int, max_model_len: int) -> list[int]:
     return [1 + (i * (vocab_size - 1)) // length for i in range(length)]
 
 
-async def speak(llm: Any, prompt: list[int], decoded: int, resume: Callable[[], Awaitable[None]]) -> Canary:
-    """Run the prompt on a paused engine, which `resume` lets run. Raises CanarySilent.
+async def speak(
+    llm: Any, prompt: list[int], decoded: int, resume: Callable[[], Awaitable[None]], cores: int = 1
+) -> Canary:
+    """Run the prompt on every core of a paused engine, which `resume` lets run. Raises CanarySilent.
 
-    The request is in the engine's queue before the scheduler runs, else kept requests would take every place.
+    The requests are in the cores' queues before a scheduler runs, else kept requests would take every place.
     """
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -53,12 +57,34 @@ async def speak(llm: Any, prompt: list[int], decoded: int, resume: Callable[[], 
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
     name = f"weightplane-canary-{next(_numbers)}"
-    reply = await llm.add_request(name, tokens_input(prompt, cache_salt=name), params, priority=FIRST)
+    names = [f"{name}-{core}" for core in range(cores)]
+    replies = [
+        await llm.add_request(
+            names[core],
+            tokens_input(prompt, cache_salt=name),
+            params,
+            priority=FIRST,
+            data_parallel_rank=core if cores > 1 else None,
+        )
+        for core in range(cores)
+    ]
     try:
         await resume()
-        return _judge(await reply.get(), prompt, decoded)
+        return _agreed([_judge(await reply.get(), prompt, decoded) for reply in replies])
     finally:
-        await llm.abort(name)  # of a request that ended by itself nothing is left to abort
+        for name in names:
+            await llm.abort(name)  # of a request that ended by itself nothing is left to abort
+
+
+def _agreed(reports: list[Canary]) -> Canary:
+    """Cores of one engine hold the same bytes, and say the same but for the rounding of different batches."""
+    first = reports[0]
+    for core, report in enumerate(reports[1:], start=1):
+        pairs = zip(first.prompt_logprobs, report.prompt_logprobs, strict=True)
+        apart = max((abs(a - b) for a, b in pairs), default=0.0)
+        if apart > CORES_TOLERANCE:
+            raise CanarySilent(f"core {core} says other than core 0: {apart:.3f} apart in a logprob")
+    return first
 
 
 def _judge(output: Any, prompt: list[int], decoded: int) -> Canary:

@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from controlplane.core.layout import DType, Expected, content_digest
+from controlplane.core.layout import FP8_BLOCK, PLAIN, DType, Expected, content_digest
 from controlplane.tensor_files import StoredTensor, TensorFileError, read_file
 
 __all__ = [
@@ -50,7 +50,7 @@ class ModelFacts:
     tied: bool
     """Whether the output head is the input embedding."""
     format: str
-    """`plain`, or the name of the quantization method."""
+    """`plain`, the name of the quantization method, or `fp8-block` for that of 8-bit floats with a scale per block."""
 
 
 def read_checkpoint(directory: Path) -> dict[str, StoredTensor]:
@@ -78,8 +78,12 @@ def read_model_facts(directory: Path, tensors: Mapping[str, StoredTensor]) -> Mo
     vocab_size = text.get("vocab_size")
     if not isinstance(vocab_size, int) or vocab_size < 1:
         raise CheckpointError(f"{path}: vocab_size is {vocab_size!r}")
-    method = str(_nested(config, "quantization_config").get("quant_method", "plain"))
-    return ModelFacts(vocab_size, bool(tied), method)
+    return ModelFacts(vocab_size, bool(tied), _format(_nested(config, "quantization_config")))
+
+
+def _format(quantization: Mapping[str, Any]) -> str:
+    method = str(quantization.get("quant_method", PLAIN))
+    return FP8_BLOCK if method == "fp8" and quantization.get("weight_block_size") else method
 
 
 def expected_of(tensors: Mapping[str, StoredTensor], facts: ModelFacts, engine_dtype: str) -> Expected:

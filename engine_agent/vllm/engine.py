@@ -1,20 +1,23 @@
 """The engine port over vLLM's AsyncLLM, in the agent's process; EngineCore and workers are processes of their own.
 
 Promises what `engine_agent.engine.Engine` says. Every wait has a limit and ends with the engine's death. Weights
-change only in `install`, which needs a quiesced engine; a request made by a caller never changes the label.
+change only in `install`, and from `begin_streaming` to its end, which need a quiesced engine; a request made by a
+caller never changes the label.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 
 from controlplane.core.canary import Canary
+from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
     DeadlineExceeded,
@@ -22,19 +25,24 @@ from controlplane.core.errors import (
     EngineNotReady,
     InstallFailed,
     InstallTimedOut,
+    PeerLost,
     UnsupportedByEngine,
 )
+from controlplane.core.layout import Expected, Layout
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
+    DRAFT,
     EngineFacts,
     GenerationDelta,
     InstallReport,
     LiveRequests,
+    StagedPart,
     StagedWeights,
 )
+from engine_agent.members.nodes import FurtherNodes
 from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
@@ -49,6 +57,8 @@ from engine_agent.vllm.streams import Streams
 
 __all__ = ["VllmEngine", "VllmSettings"]
 
+T = TypeVar("T")
+
 DRAIN_POLL_SECONDS = 0.0005
 """Between looks at whether the last tokens reached their consumers; far below one decoding step."""
 
@@ -57,12 +67,19 @@ class VllmEngine:
     """One vLLM engine, one life. Used from one event loop."""
 
     def __init__(
-        self, settings: VllmSettings, engine_id: str, *, serve_initial: bool = False, note: Path | None = None
+        self,
+        settings: VllmSettings,
+        engine_id: str,
+        *,
+        serve_initial: bool = False,
+        note: Path | None = None,
+        further: FurtherNodes | None = None,
     ) -> None:
         """`serve_initial`: it serves the model directory as it is, as number 0. `note`: file in which its processes are
-        written down while they live, for the next start to sweep."""
+        written down while they live, for the next start to sweep. `further`: its other nodes."""
         self._leftovers = Leftovers(note) if note is not None else None
         self._settings = settings
+        self._further = further
         self._engine_id = engine_id
         self._serve_initial = serve_initial
         self._log: EngineLog | None = None
@@ -73,6 +90,8 @@ class VllmEngine:
         self._streams = Streams()
         self._facts: EngineFacts | None = None
         self._label = ""
+        self._coming = ""
+        """The label of a streaming install under way."""
 
     # ---- life -------------------------------------------------------------------------------
 
@@ -87,16 +106,19 @@ class VllmEngine:
             model = read_model_facts(self._settings.model, tensors)
         except CheckpointError as e:
             raise EngineDied(self._engine_id, str(e)) from e
-        llm = await launch(self._settings, self._engine_id, self._log, self._note)
+        llm = await self._launch(self._log)
         core = self._core_or_none = Core(llm, self._engine_id, self._log, self._streams.fail)
         self._streams.attach(llm)
+        if self._further is not None:
+            self._further.watch(core.died)
         try:
             workers = await self._meet_workers(core)
         except DeadlineExceeded as e:
             raise core.died(str(e)) from e
         uuids = self._device_uuids(workers)
         config = llm.vllm_config.model_config
-        expected = expected_of(tensors, model, str(config.dtype).removeprefix("torch."))
+        drafted = await asyncio.to_thread(self._draft_of, llm)
+        expected = replace(expected_of(tensors, model, _name(config.dtype)), draft=drafted)
         self._installer_or_none = Installer(core, uuids, expected, self._settings.install_timeout_seconds)
         self._facts = EngineFacts(
             world_size=len(workers),
@@ -107,11 +129,30 @@ class VllmEngine:
             likeness=self._likeness(llm, len(workers)),
             max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
             expected=expected,
-            capabilities=self._capabilities(llm),
+            capabilities=self._capabilities(llm) | ({DRAFT} if drafted is not None else set()),
             pids=tuple(p.pid for p in self._processes),
             initial_digest=await self._name_initial(core, tensors) if self._serve_initial else None,
         )
         return self._facts
+
+    async def _launch(self, log: EngineLog) -> Any:
+        try:
+            nodes = None if self._further is None else await self._further.meet()
+        except (DeadlineExceeded, PeerLost) as e:
+            raise EngineDied(self._engine_id, str(e)) from e
+        return await launch(self._settings, self._engine_id, log, self._note, nodes)
+
+    def _draft_of(self, llm: Any) -> Expected | None:
+        """What an update must cover of a draft model that has a directory of its own; None if there is none."""
+        speculative = llm.vllm_config.speculative_config
+        config = None if speculative is None else speculative.draft_model_config
+        if config is None or Path(config.model) == self._settings.model:  # heads of the model's own checkpoint
+            return None
+        try:
+            tensors = read_checkpoint(Path(config.model))
+            return expected_of(tensors, read_model_facts(Path(config.model), tensors), _name(config.dtype))
+        except CheckpointError as e:
+            raise EngineDied(self._engine_id, str(e)) from e
 
     async def _name_initial(self, core: Core, tensors: Mapping[str, StoredTensor]) -> bytes:
         """What it loaded, summed from the same files; tokens are stamped with its number from here on (INV-11)."""
@@ -143,6 +184,8 @@ class VllmEngine:
             core.close()
             core.died("it was shut down", explain=False)
             await end(core.llm, self._settings.shutdown_timeout_seconds)
+        if self._further is not None:
+            self._further.release()
         await self._kill()
         remove(self._segments)
         if self._leftovers is not None:
@@ -173,22 +216,48 @@ class VllmEngine:
     # ---- weights ----------------------------------------------------------------------------
 
     async def install(self, staged: StagedWeights) -> InstallReport:
-        installer = self._installer
+        report = await self._in_time(self._install_everywhere(staged), staged.label)
+        self._label = staged.label
+        return report
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        self._coming = label
+        await self._in_time(self._installer.begin_streaming(layout, label), label)
+
+    async def install_part(self, part: StagedPart) -> None:
+        await self._in_time(self._installer.install_part(part), self._coming)
+
+    async def finish_streaming(self) -> InstallReport:
+        report = await self._in_time(self._installer.finish_streaming(), self._coming)
+        self._label = self._coming
+        return report
+
+    async def abandon_streaming(self) -> None:
+        self._label = MIXTURE if self._installer.streaming else self._label
+        await self._in_time(self._installer.abandon_streaming(), self._coming)
+
+    async def _in_time(self, work: Awaitable[T], label: str) -> T:
+        """Raises InstallTimedOut, with the engine killed; else what the work raises."""
         limit = self._settings.install_timeout_seconds
         try:
             async with asyncio.timeout(limit):
-                report = await installer.install(staged)
+                return await work
         except InstallFailed as e:
             self._label = MIXTURE if e.touched else self._label
             raise
         except (TimeoutError, DeadlineExceeded) as e:
             await self._kill()  # INV-4: what the workers hold now nobody knows
-            raise InstallTimedOut(self._engine_id, staged.label, limit) from e
+            raise InstallTimedOut(self._engine_id, label, limit) from e
         except asyncio.CancelledError:
             await asyncio.shield(self._kill())
             raise
-        self._label = staged.label
-        return report
+
+    async def _install_everywhere(self, staged: StagedWeights) -> InstallReport:
+        installer = self._installer
+        if self._further is None:
+            return await installer.install(staged)
+        async with self._further.holding(staged, self._started_facts.device_uuids) as on_every_node:
+            return await installer.install(on_every_node)
 
     async def clear_caches(self) -> None:
         if not await self._installer.clear_caches():
@@ -202,7 +271,7 @@ class VllmEngine:
             await core.ask(core.llm.reset_prefix_cache(reset_running_requests=True), "canary", limit)
         decoded = min(DECODED_TOKENS, facts.max_model_len - len(prompt))
         try:
-            return await core.ask(speak(core.llm, prompt, decoded, self.resume), "canary", limit)
+            return await core.ask(speak(core.llm, prompt, decoded, self.resume, core.cores), "canary", limit)
         except (CanarySilent, DeadlineExceeded) as e:
             self._installer.kv_suspect = True
             raise CanaryFailed(self._engine_id, self._label or "unset", str(e)) from e
@@ -234,7 +303,8 @@ class VllmEngine:
         limit = self._settings.call_timeout_seconds
         await core.ask(core.llm.get_supported_tasks(), "get_supported_tasks", limit)  # vLLM's tasks begin on this loop
         workers = await core.collect("weightplane_facts", limit)
-        self._processes = processes_of(sorted(_pids(workers)))
+        here = len(workers) // (1 + self._settings.further_nodes)  # pids of other nodes are strangers' here
+        self._processes = processes_of(sorted(_pids(workers[:here])))
         self._segments = own_segments(self._processes)
         self._note(descendants())
         return workers
@@ -264,7 +334,14 @@ class VllmEngine:
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
-        return frozenset({"staged", "rollback", "prefix_cache"} if cached else {"staged", "rollback"})
+        alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
+        more = {"prefix_cache": cached, STREAMING: alone}
+        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
+
+
+def _name(dtype: object) -> str:
+    """torch's name of it, as a checkpoint's configuration has it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _pids(workers: Sequence[dict[str, Any]]) -> set[int]:

@@ -45,6 +45,8 @@ def engine_environment(
     }
     if "VLLM_PLUGINS" in base and ENTRY_POINT_NAME not in base["VLLM_PLUGINS"].split(","):
         wanted["VLLM_PLUGINS"] = f"{base['VLLM_PLUGINS']},{ENTRY_POINT_NAME}"
+    if settings.node_address:
+        wanted["VLLM_HOST_IP"] = settings.node_address
     if settings.visible_devices:
         wanted["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_devices)
     if not gpu:

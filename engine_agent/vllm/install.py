@@ -12,12 +12,19 @@ another refused makes a mixture.
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from controlplane.core.errors import InstallFailed, Refused
-from controlplane.core.layout import MODEL_ONLY, Expected
-from engine_agent.engine import InstallReport, StagedWeights
+from controlplane.core.layout import Expected, Layout, TargetKind, own_name
+from engine_agent.engine import (
+    DRAFT_IS_A_MIXTURE,
+    InstallReport,
+    Placement,
+    SegmentSpan,
+    StagedPart,
+    StagedWeights,
+)
 from engine_agent.vllm.calls import Core
 
 T = TypeVar("T")
@@ -38,6 +45,10 @@ class Installer:
         self._limit = call_limit_seconds
         self._layout_digest = b""
         self._touching = False
+        self._draft_suspect = False
+        """An install that touched the draft model failed."""
+        self._streaming: StagedWeights | None = None
+        """Layout and label of a streaming install under way; its bytes come in parts."""
         self.kv_suspect = False
         """The KV cache may hold a NaN, which later requests would meet; it is zeroed at the next install."""
 
@@ -59,7 +70,10 @@ class Installer:
             raise InstallFailed(self._core.engine_id, staged.label, False, "the engine is not quiesced")
         self._check_layout(staged)
         await self._tell_layout(staged)
-        await self._ask(llm.start_weight_update(), "start_weight_update")
+        if staged.layout.draft is None:
+            await self._ask(llm.start_weight_update(), "start_weight_update")
+        else:
+            await self._ask(llm.start_draft_weight_update(), "start_draft_weight_update")
         await self._ask(llm.update_weights(WeightTransferUpdateRequest(_check_step(staged))), "check")
         await self._require_all_well(staged)
         started = time.perf_counter()
@@ -67,18 +81,15 @@ class Installer:
         await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": "install"})), "install")
         loaded = await self._require_all_well(staged)
         loaded_at = time.perf_counter()
-        if not await self.clear_caches():
-            raise await self._failed(staged, "the prefix cache was not cleared", touched=True)
-        await self._ask(llm.finish_weight_update(staged.label), "finish_weight_update")
+        await self._seal(staged)
+        self._draft_suspect = False
         ended = time.perf_counter()
         return InstallReport(loaded, loaded_at - started, ended - loaded_at)
 
     def _check_layout(self, staged: StagedWeights) -> None:
         """Once more, at the last moment: vLLM takes a layout with a missing tensor, and cuts one that is too large."""
-        other = [t.name for t in staged.layout.tensors if t.targets != MODEL_ONLY]
-        if other:
-            cause = f"{len(other)} tensors are not for the model itself, such as {other[0]}"
-            raise InstallFailed(self._core.engine_id, staged.label, False, cause)
+        if self._draft_suspect and staged.layout.draft is None:
+            raise InstallFailed(self._core.engine_id, staged.label, False, DRAFT_IS_A_MIXTURE)
         try:
             self._expected.check(staged.layout)
         except Refused as e:
@@ -106,9 +117,86 @@ class Installer:
     async def _failed(self, staged: StagedWeights, cause: str, *, touched: bool) -> InstallFailed:
         """End vLLM's session without the version's label, and return the error to raise."""
         if touched:
+            self._draft_suspect |= staged.layout.draft is not None
             await self._ask(self._core.llm.update_weight_version(MIXTURE), "update_weight_version")
         await self._ask(_quietly(self._core.llm.finish_weight_update()), "finish_weight_update")
         return InstallFailed(self._core.engine_id, staged.label, touched, cause)
+
+    # ---- streaming ----
+
+    async def begin_streaming(self, layout: Layout, label: str) -> None:
+        """Raises InstallFailed, EngineDied, DeadlineExceeded, as `install` does."""
+        self._touching = False
+        whole = StagedWeights(layout, label, {}, ())
+        await self._step(whole, self._open_streaming(whole))
+        self._streaming = whole
+
+    async def _open_streaming(self, whole: StagedWeights) -> None:
+        llm = self._core.llm
+        if not await self._ask(llm.is_paused(), "is_paused"):
+            raise InstallFailed(self._core.engine_id, whole.label, False, "the engine is not quiesced")
+        self._check_layout(whole)
+        await self._tell_layout(whole)
+        await self._ask(llm.start_weight_update(), "start_weight_update")
+        self._touching = True
+        await self._told(whole, {"step": "begin", "layout_digest": whole.layout.digest.hex()})
+
+    @property
+    def streaming(self) -> bool:
+        """A streaming install is under way."""
+        return self._streaming is not None
+
+    async def install_part(self, part: StagedPart) -> None:
+        whole = self._under_way()
+        places = {"tensors": list(part.tensors), **_places(part.chunks, part.placements)}
+        await self._step(whole, self._told(whole, {"step": "part", **places}))
+
+    async def finish_streaming(self) -> InstallReport:
+        whole = self._under_way()
+        report = await self._step(whole, self._finish_streaming(whole))
+        self._streaming = None
+        return report
+
+    async def _finish_streaming(self, whole: StagedWeights) -> InstallReport:
+        started = time.perf_counter()
+        loaded = await self._told(whole, {"step": "finish"})
+        loaded_at = time.perf_counter()
+        await self._seal(whole)
+        return InstallReport(loaded, loaded_at - started, time.perf_counter() - loaded_at)
+
+    async def abandon_streaming(self) -> None:
+        whole, self._streaming = self._streaming, None
+        if whole is not None:
+            await self._failed(whole, "it was given up", touched=True)
+
+    def _under_way(self) -> StagedWeights:
+        if self._streaming is None:
+            raise InstallFailed(self._core.engine_id, "", False, "no streaming install was begun")
+        return self._streaming
+
+    async def _told(self, whole: StagedWeights, step: dict[str, Any]) -> int:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._ask(self._core.llm.update_weights(WeightTransferUpdateRequest(step)), step["step"])
+        return await self._require_all_well(whole)
+
+    async def _step(self, whole: StagedWeights, work: Awaitable[T]) -> T:
+        try:
+            return await work
+        except InstallFailed:
+            self._streaming = None  # vLLM's session was ended
+            raise
+        except Exception as e:
+            if type(e) is not Exception:  # vLLM's answer to a failed call is a bare Exception
+                raise
+            self._streaming = None
+            raise await self._failed(whole, str(e), touched=self._touching) from e
+
+    async def _seal(self, staged: StagedWeights) -> None:
+        """Every worker has the weights: clear every cache, and only then take the label (INV-1)."""
+        if not await self.clear_caches():
+            raise await self._failed(staged, "the prefix cache was not cleared", touched=True)
+        await self._ask(self._core.llm.finish_weight_update(staged.label), "finish_weight_update")
 
     async def clear_caches(self) -> bool:
         """No KV, encoder output or multimodal input of before may be used again; kept requests start over.
@@ -140,24 +228,31 @@ async def _quietly(call: Awaitable[Any]) -> None:
 
 
 def _init_info(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str, Any]:
-    tensors = staged.layout.tensors
-    return {
+    layout = staged.layout
+    told: dict[str, Any] = {
         "device_uuids": list(device_uuids),
-        "layout_digest": staged.layout.digest.hex(),
-        "names": [t.name for t in tensors],
-        "dtypes": [t.dtype.value[0] for t in tensors],
-        "shapes": [list(t.shape) for t in tensors],
-        "ties": [[t.alias, t.source] for t in staged.layout.ties],
+        "layout_digest": layout.digest.hex(),
+        "names": [t.name if t.is_for(TargetKind.MODEL) else "" for t in layout.tensors],
+        "dtypes": [t.dtype.value[0] for t in layout.tensors],
+        "shapes": [list(t.shape) for t in layout.tensors],
+        "ties": [[t.alias, t.source] for t in layout.model.ties],
     }
+    if layout.draft is not None:
+        told["draft_names"] = [own_name(t.name) if t.is_for(TargetKind.DRAFT) else "" for t in layout.tensors]
+        told["draft_ties"] = [[t.alias, t.source] for t in layout.draft.ties]
+    return told
 
 
 def _check_step(staged: StagedWeights) -> dict[str, Any]:
+    places = _places(staged.chunks, staged.placements)
+    return {"step": "check", "layout_digest": staged.layout.digest.hex(), **places}
+
+
+def _places(chunks: Mapping[str, Sequence[SegmentSpan]], placements: Sequence[Placement]) -> dict[str, Any]:
     return {
-        "step": "check",
-        "layout_digest": staged.layout.digest.hex(),
         "chunks": {
-            uuid: [[span.path, span.offset, span.byte_count] for span in spans] for uuid, spans in staged.chunks.items()
+            uuid: [[span.path, span.offset, span.byte_count] for span in spans] for uuid, spans in chunks.items()
         },
-        "chunk_indexes": [p.chunk for p in staged.placements],
-        "offsets": [p.offset for p in staged.placements],
+        "chunk_indexes": [p.chunk for p in placements],
+        "offsets": [p.offset for p in placements],
     }

@@ -23,9 +23,10 @@ from controlplane.core.errors import EngineDied
 from engine_agent.threads import in_thread
 from engine_agent.vllm import environment
 from engine_agent.vllm.engine_log import EngineLog, with_log
+from engine_agent.vllm.lineage import tie_coordinator
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
-from engine_agent.vllm.settings import VllmSettings, engine_arguments
+from engine_agent.vllm.settings import Nodes, VllmSettings, engine_arguments
 from engine_agent.vllm.starting import Signs, signs_of, started
 
 logger = structlog.get_logger(__name__)
@@ -39,7 +40,11 @@ _late: set[asyncio.Future[None]] = set()
 
 
 async def launch(
-    settings: VllmSettings, engine_id: str, log: EngineLog, note: Callable[[set[psutil.Process]], None]
+    settings: VllmSettings,
+    engine_id: str,
+    log: EngineLog,
+    note: Callable[[set[psutil.Process]], None],
+    nodes: Nodes | None = None,
 ) -> Any:
     """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then. `note` gets its processes meanwhile."""
     if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
@@ -51,7 +56,7 @@ async def launch(
         note(processes)
         return signs_of(log.size, processes)
 
-    construct = partial(_construct, settings, log, given_up)
+    construct = partial(_construct, settings, log, given_up, nodes)
     attempt = asyncio.ensure_future(in_thread(construct, name="weightplane-vllm-start"))
     try:
         cause = await started(attempt, look, settings.start_idle_seconds, settings.start_timeout_seconds)
@@ -81,15 +86,17 @@ async def end(llm: Any, limit_seconds: float) -> None:
     ending.result()
 
 
-def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event) -> Any:
+def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event, nodes: Nodes | None) -> Any:
     gpu = environment.gpu_present()
     environment.apply(environment.engine_environment(settings, gpu=gpu, log_config=log.config, base=os.environ))
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.v1.engine.async_llm import AsyncLLM
 
+    if settings.data_parallel_size > 1:
+        tie_coordinator()
     if given_up.is_set():  # the imports alone took too long
         raise TimeoutError("the start was given up")
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu)))
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu, nodes=nodes)))
 
 
 async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) -> None:

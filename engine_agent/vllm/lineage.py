@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from typing import Any
 
 from controlplane.processes import open_process, start_time, when_ended
 
@@ -36,6 +37,21 @@ def watch_agent() -> None:
         _end_this_process()
     else:
         when_ended(agent, _end_this_process)
+
+
+def tied_coordinator(*args: Any, **how: Any) -> None:
+    """vLLM's process between data parallel cores, which loads no plugin: tied to the agent before it begins."""
+    watch_agent()
+    from vllm.v1.engine.coordinator import DPCoordinatorProc
+
+    DPCoordinatorProc.run_coordinator(*args, **how)
+
+
+def tie_coordinator() -> None:
+    """In the agent: such processes that are started from here on end with it."""
+    from vllm.v1.engine import coordinator
+
+    coordinator.DPCoordinatorProc.run_coordinator = staticmethod(tied_coordinator)
 
 
 def _end_this_process() -> None:

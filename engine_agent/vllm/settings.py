@@ -34,8 +34,15 @@ class VllmSettings:
     max_model_len: int | None = None
     """Prompt plus generated tokens, at most. None takes the model's own limit."""
     max_num_seqs: int = 64
-    """Requests in one batch. One place more is made, so that the canary never waits behind kept requests."""
+    """Requests in one batch of a core. One place more is made, so that the canary never waits behind kept requests."""
     tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    """Engine cores, each with the whole model on workers of its own: they are one engine, take a version together and
+    die together, and requests are spread over them."""
+    further_nodes: int = 0
+    """Nodes beside the agent's, each with a member process that brings its share of the cores."""
+    node_address: str = ""
+    """Address of this node, which the engine's other nodes reach it by. Needed with further nodes."""
     block_size: int | None = None
     """Tokens in a KV block. None: vLLM's choice on a GPU, 32 on a CPU (128 would leave short prompts uncached)."""
     kv_cache_memory_bytes: int | None = 256 * MIB
@@ -70,18 +77,40 @@ class VllmSettings:
         taken = OWN_ARGUMENTS & self.vllm_arguments.keys()
         if taken:
             raise ValueError(f"vllm_arguments may not set {', '.join(sorted(taken))}")
+        if self.data_parallel_size % (1 + self.further_nodes):
+            raise ValueError(f"{self.data_parallel_size} cores cannot be shared by {1 + self.further_nodes} nodes")
+        if self.further_nodes and not self.node_address:
+            raise ValueError("an engine with further nodes needs node_address: its own, as they reach it")
         if self.device_uuids and not len(self.device_uuids) == len(set(self.device_uuids)) == self.world_size:
             raise ValueError(f"device_uuids must name {self.world_size} different devices")
-        if self.cpu_threads < 1 or self.max_num_seqs < 1:
-            raise ValueError("cpu_threads and max_num_seqs are at least 1")
+        if min(self.cpu_threads, self.max_num_seqs, self.data_parallel_size) < 1:
+            raise ValueError("cpu_threads, max_num_seqs and data_parallel_size are at least 1")
 
     @property
     def world_size(self) -> int:
-        """Worker processes."""
-        return self.tensor_parallel_size * int(self.vllm_arguments.get("pipeline_parallel_size", 1))
+        """Worker processes, of all cores."""
+        of_a_core = self.tensor_parallel_size * int(self.vllm_arguments.get("pipeline_parallel_size", 1))
+        return self.data_parallel_size * of_a_core
+
+    @property
+    def cores_each(self) -> int:
+        """Engine cores of one node."""
+        return self.data_parallel_size // (1 + self.further_nodes)
 
 
-def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """Where the cores of an engine that spans nodes meet."""
+
+    address: str
+    """Of the agent's node."""
+    port: int
+    """Where vLLM's front end waits for cores."""
+    first_core: int = 0
+    """Number of this node's first core; 0 is the agent's."""
+
+
+def engine_arguments(settings: VllmSettings, *, gpu: bool, nodes: Nodes | None = None) -> dict[str, Any]:
     """Keyword arguments of vLLM's AsyncEngineArgs."""
     arguments: dict[str, Any] = {
         "model": str(settings.model),
@@ -89,6 +118,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
         "max_model_len": settings.max_model_len,
         "max_num_seqs": settings.max_num_seqs + 1,
         "tensor_parallel_size": settings.tensor_parallel_size,
+        "data_parallel_size": settings.data_parallel_size,
         "kv_cache_memory_bytes": settings.kv_cache_memory_bytes,
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enforce_eager": settings.enforce_eager if settings.enforce_eager is not None else not gpu,
@@ -102,4 +132,12 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool) -> dict[str, Any]:
     block_size = settings.block_size or (None if gpu else 32)
     if block_size is not None:
         arguments["block_size"] = block_size
+    if nodes is not None:
+        arguments |= {
+            "data_parallel_size_local": settings.cores_each,
+            "data_parallel_address": nodes.address,
+            "data_parallel_rpc_port": nodes.port,
+        }
+        if nodes.first_core:
+            arguments["data_parallel_start_rank"] = nodes.first_core
     return arguments | dict(settings.vllm_arguments)

@@ -1,15 +1,17 @@
 """Inside vLLM's workers: the weight transfer engine of Weightplane, one per worker.
 
 One session is vLLM's own start_weight_update, update_weights("check"), update_weights("install"),
-finish_weight_update. It promises:
+finish_weight_update; start_draft_weight_update where the update is for the draft model too. It promises:
 
 - start touches nothing, and "check" maps and measures everything that "install" will read (INV-4);
 - every byte is installed inside the one "install" call: layerwise reload is opened, loaded, checked for
-  completeness and closed there, so finish has nothing left that could fail;
+  completeness and closed there, so finish has nothing left that could fail; the served model and its draft alike;
 - on an error vLLM's layers are closed again, so that the next full update starts clean;
 - an error is kept as a result for `weightplane_result` instead of raised: vLLM would turn it into untyped
   text, and one rank's exception would put the ranks' replies out of step;
 - staged memory is not read any more when "install" returns (INV-12).
+
+A streaming install has "begin", "part" for each part, and "finish" in their place; see `streamed`.
 
 It refuses a layout it was not told of, and an install without its check.
 """
@@ -27,15 +29,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
-from vllm.platforms import current_platform
 
 from controlplane import failpoints
-from engine_agent.vllm.experts import experts_packed_anew
+from engine_agent.vllm.loading import Loader
 from engine_agent.vllm.mapping import DTYPES, MappedChunks, StagingError
-
-NAMES_SHOWN = 5
+from engine_agent.vllm.ranks import rank_in_engine
+from engine_agent.vllm.streamed import StreamedReload
 
 
 @dataclass
@@ -45,10 +44,14 @@ class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
     device_uuids: list[str]
     layout_digest: str
     names: list[str]
+    """In the served model; "": it is the draft's alone."""
     dtypes: list[str]
     shapes: list[list[int]]
     ties: list[list[str]]
     """Pairs of alias and source."""
+    draft_names: list[str] = field(default_factory=list)
+    """In the draft model; "": it is the served model's alone. Empty: the layout leaves the draft as it is."""
+    draft_ties: list[list[str]] = field(default_factory=list)
 
 
 @dataclass
@@ -61,7 +64,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Device UUID, or "" for any, to spans of (path, offset, byte count)."""
     chunk_indexes: list[int] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
-    """Entry i of both places tensor i of the layout."""
+    """Entry i of both places tensor i of the layout; of "part": tensor `tensors[i]`."""
+    tensors: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -79,7 +83,7 @@ class StepResult:
 class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
-    supports_draft_weight_update = False
+    supports_draft_weight_update = True
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -87,115 +91,147 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._init: InitInfo | None = None
         self._update: UpdateInfo | None = None
         self._chunks: MappedChunks | None = None
+        self._streamed: StreamedReload | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        if not len(init_info.names) == len(init_info.dtypes) == len(init_info.shapes):
+        drafted = len(init_info.draft_names) or len(init_info.names)
+        if not len(init_info.names) == len(init_info.dtypes) == len(init_info.shapes) == drafted:
             raise ValueError("names, dtypes and shapes of a layout have one length")
         self._init = init_info
 
     def start_weight_update(self) -> None:
         self._drop_staged()
+        self._close_streamed()
         self.result = StepResult()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         started = time.perf_counter()
         self.result = StepResult()
         try:
-            if update_info.step == "check":
-                self._check(update_info)
-            else:
-                self._install()
+            match update_info.step:
+                case "check":
+                    self._check(update_info)
+                case "begin":
+                    self._begin(update_info)
+                case "part":
+                    self._part(update_info)
+                case "finish":
+                    self._finish()
+                case _:
+                    self._install()
         except Exception as e:  # the boundary of this process: the agent reads it as a result
             self.result.ok = False
             self.result.cause = f"{type(e).__name__}: {e}"
             e.__traceback__ = None  # its frames hold views of staged memory
         if not self.result.ok or update_info.step != "check":
             self._release()
+        if not self.result.ok:
+            self._close_streamed()
         self.result.seconds = time.perf_counter() - started
 
     def finish_weight_update(self) -> None:
         self._drop_staged()
+        self._close_streamed()
 
     def shutdown(self) -> None:
         self._drop_staged()
 
     def result_dict(self) -> dict[str, Any]:
-        return asdict(self.result) | {"rank": self.parallel_config.rank}
+        return asdict(self.result) | {"rank": rank_in_engine(self.parallel_config)}
 
     # ---- check ------------------------------------------------------------------------------
 
+    def _told(self, layout_digest: str) -> InitInfo:
+        if self._init is None or layout_digest != self._init.layout_digest:
+            raise StagingError(f"layout {layout_digest} was not sent to this worker")
+        return self._init
+
     def _check(self, update: UpdateInfo) -> None:
-        init = self._init
-        if init is None or update.layout_digest != init.layout_digest:
-            raise StagingError(f"layout {update.layout_digest} was not sent to this worker")
+        init = self._told(update.layout_digest)
+        if bool(init.draft_names) != (self.model is not self._default_model):
+            raise StagingError("the session's target is not the layout's")
         if not len(update.chunk_indexes) == len(update.offsets) == len(init.names):
             raise StagingError(f"{len(update.offsets)} placements for a layout of {len(init.names)} tensors")
-        uuid = init.device_uuids[self.parallel_config.rank]
-        spans = update.chunks.get(uuid, update.chunks.get(""))
-        if spans is None:
-            raise StagingError(f"no chunks for device {uuid}; there are some for {', '.join(update.chunks)}")
-        self._chunks = MappedChunks([(path, offset, count) for path, offset, count in spans])
+        self._chunks = self._mapped(init, update)
         for dtype, shape, chunk, offset in zip(
             init.dtypes, init.shapes, update.chunk_indexes, update.offsets, strict=True
         ):
             self._chunks.locate(DTYPES[dtype], shape, chunk, offset)
         self._update = update
 
+    def _mapped(self, init: InitInfo, update: UpdateInfo) -> MappedChunks:
+        uuid = init.device_uuids[rank_in_engine(self.parallel_config)]
+        spans = update.chunks.get(uuid, update.chunks.get(""))
+        if spans is None:
+            raise StagingError(f"no chunks for device {uuid}; there are some for {', '.join(update.chunks)}")
+        return MappedChunks([(path, offset, count) for path, offset, count in spans])
+
+    # ---- streaming --------------------------------------------------------------------------
+
+    def _begin(self, update: UpdateInfo) -> None:
+        init = self._told(update.layout_digest)
+        if init.draft_names:
+            raise StagingError("a draft model is installed with its model in one step, and not in parts")
+        loader = Loader(self._default_model, self._default_model_config)
+        self.result.touched = True  # from here on the old weights are not certainly whole (INV-1, INV-4)
+        self._streamed = StreamedReload(loader, aliases_of([] if loader.tied else init.ties))
+        self._streamed.open()
+
+    def _part(self, update: UpdateInfo) -> None:
+        self.result.touched = True
+        init, streamed = self._init, self._streamed
+        if init is None or streamed is None:
+            raise StagingError("a part without its begin")
+        self._chunks = self._mapped(init, update)
+        for tensor, chunk, offset in zip(update.tensors, update.chunk_indexes, update.offsets, strict=True):
+            failpoints.hit("worker.install", streamed.count)
+            view = self._chunks.tensor(DTYPES[init.dtypes[tensor]], init.shapes[tensor], chunk, offset)
+            streamed.load(init.names[tensor], view)
+            del view
+        self.result.loaded = streamed.count
+
+    def _finish(self) -> None:
+        self.result.touched = True
+        if self._streamed is None:
+            raise StagingError("a finish without its begin")
+        self._streamed.finish()
+        self.result.loaded, self._streamed = self._streamed.count, None
+
+    def _close_streamed(self) -> None:
+        """What was not finished is a mixture; its layers are closed, so that the next full update starts clean."""
+        streamed, self._streamed = self._streamed, None
+        if streamed is not None:
+            streamed.abandon()
+
     # ---- install ----------------------------------------------------------------------------
 
     def _install(self) -> None:
-        if self._update is None or self._chunks is None:
+        init = self._init
+        if init is None or self._update is None or self._chunks is None:
             raise StagingError("install without a check that passed")
-        needed = {name for name, _ in self.model.named_parameters()}
-        close_open_layers(self.model)
+        served = Loader(self._default_model, self._default_model_config)
+        loads = [(served, init.names, init.ties)]
+        if init.draft_names:
+            loads.append((Loader(self.model, self.model_config), init.draft_names, init.draft_ties))
         self.result.touched = True  # from here on the old weights are not certainly whole (INV-1, INV-4)
-        initialize_layerwise_reload(self.model)
-        with experts_packed_anew(self.model):
-            try:
-                loaded = self.model.load_weights(self._weights())
-                self._check_complete(needed, loaded)
-                finalize_layerwise_reload(self.model, self.model_config)
-            except BaseException:
-                close_open_layers(self.model)
-                raise
-        self._repair_tied_head()
+        for loader, names, ties in loads:
+            loader.load(self._weights(names, [] if loader.tied else ties))
 
-    def _weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _weights(self, names: list[str], ties: list[list[str]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """What the layout has for one model, under that model's names."""
         init, update, chunks = self._init, self._update, self._chunks
         if init is None or update is None or chunks is None:
             raise StagingError("nothing is staged")
-        aliases: dict[str, list[str]] = {}
-        if not self._tied:  # a tied model takes its head from the source by itself
-            for alias, source in init.ties:
-                aliases.setdefault(source, []).append(alias)
-        for i, name in enumerate(init.names):
+        aliases = aliases_of(ties)
+        own = [(i, name) for i, name in enumerate(names) if name]
+        for i, name in own:
             failpoints.hit("worker.install", i)
             tensor = chunks.tensor(DTYPES[init.dtypes[i]], init.shapes[i], update.chunk_indexes[i], update.offsets[i])
             yield name, tensor
             for alias in aliases.get(name, ()):
                 yield alias, tensor
-            self.result.loaded = i + 1
-        failpoints.hit("worker.install", len(init.names))
-
-    def _check_complete(self, needed: set[str], loaded: set[str] | None) -> None:
-        """INV-1: a layer that was given too little would be finished with memory that nobody wrote."""
-        if loaded is None or self.model_config.quantization is not None:
-            return  # this model does not say, or renames its parameters when it packs them
-        missing = sorted(needed - loaded)
-        if missing:
-            shown = ", ".join(missing[:NAMES_SHOWN])
-            raise ValueError(f"{len(missing)} parameters of the model were not loaded: {shown}")
-
-    @property
-    def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
-
-    def _repair_tied_head(self) -> None:
-        """On a CPU a tied head computes with a packed copy of the embedding, which layerwise reload leaves old."""
-        head = getattr(self.model, "lm_head", None)
-        method = getattr(head, "quant_method", None)
-        if self._tied and current_platform.is_cpu() and method is not None:
-            method.process_weights_after_loading(head)
+            self.result.loaded = max(self.result.loaded, i + 1)
+        failpoints.hit("worker.install", own[-1][0] + 1 if own else 0)
 
     # ---- letting go -------------------------------------------------------------------------
 
@@ -213,17 +249,9 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             chunks.close()
 
 
-def close_open_layers(model: torch.nn.Module) -> None:
-    """Undo initialize_layerwise_reload for every layer that is still open, and forget what was buffered for it.
-
-    A layer that was already whole keeps its new weights: the model is a mixture then, until a full update.
-    """
-    for layer in model.modules():
-        info = get_layerwise_info(layer)
-        if not info.can_load():
-            continue
-        if info.kernel_tensors is not None:
-            _place_kernel_tensors(layer, info)
-        info.reset()
-    if hasattr(model, "_original_do_torchao_reload"):
-        model._do_torchao_reload = model._original_do_torchao_reload
+def aliases_of(ties: list[list[str]]) -> dict[str, list[str]]:
+    """By source."""
+    aliases: dict[str, list[str]] = {}
+    for alias, source in ties:
+        aliases.setdefault(source, []).append(alias)
+    return aliases

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from engine_agent.vllm.ranks import rank_in_engine
+
 
 class WorkerExtension:
     """Mixed into vLLM's worker class: `self` is that worker."""
@@ -18,7 +20,7 @@ class WorkerExtension:
         """Who this worker is. `core_pid` is the EngineCore that started it, or itself if they are one process."""
         on_gpu = self.device.type == "cuda"
         return {
-            "rank": self.rank,
+            "rank": rank_in_engine(self.vllm_config.parallel_config),
             "pid": os.getpid(),
             "core_pid": os.getppid() if self.vllm_config.parallel_config.distributed_executor_backend == "mp" else 0,
             "device_uuid": str(torch.cuda.get_device_properties(self.device).uuid) if on_gpu else "",

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from trainer_agent.rank import TrainerRank
     from trainer_agent.sources.iterable import IterableSource
     from trainer_agent.sources.module import ModuleSource
+    from trainer_agent.sources.with_draft import WithDraft
 
 __all__ = [
     "BlockingRolloutClient",
@@ -42,6 +43,7 @@ __all__ = [
     "WeightVersion",
     "WeightplaneSyncClient",
     "WeightplaneUpdater",
+    "WithDraft",
 ]
 
 _HOMES = {
@@ -62,6 +64,7 @@ _HOMES = {
     "WeightVersion": "controlplane.core.versions",
     "WeightplaneSyncClient": "trainer_agent.adapters.vllm_client",
     "WeightplaneUpdater": "trainer_agent.adapters.updater",
+    "WithDraft": "trainer_agent.sources.with_draft",
 }
 
 

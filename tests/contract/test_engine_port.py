@@ -16,7 +16,7 @@ from controlplane.core.engine_core import SLEEP
 from controlplane.core.errors import InstallFailed, UnsupportedByEngine
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.engine import Engine, EngineFacts, GenerationDelta, StagedWeights
+from engine_agent.engine import Engine, EngineFacts, GenerationDelta, StagedPart, StagedWeights
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from tests.support.eventually import eventually
 from tests.support.staging import stage
@@ -187,6 +187,72 @@ async def test_inv4_a_failed_install_says_that_it_touched_and_a_full_one_heals_i
     healed = tokens(await collect(rig.engine, "r63", 8))
     await rig.put(0, "64")
     assert healed == tokens(await collect(rig.engine, "r64", 8))
+
+
+async def put_in_parts(rig: Rig, which: int, label: str, count: int | None = None) -> None:
+    """A streaming install, tensor by tensor, as far as `count`; each part's memory is written over once it was in."""
+    with rig.stage(which, label) as staged:
+        await rig.engine.begin_streaming(staged.layout, label)
+        for i in range(len(staged.layout.tensors) if count is None else count):
+            place, (span,) = staged.placements[i], staged.chunks[""]
+            await rig.engine.install_part(StagedPart(staged.chunks, [i], [place]))
+            overwrite(span.path, place.offset, staged.layout.tensors[i].byte_count)
+
+
+def overwrite(path: str, offset: int, byte_count: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        file.write(b"\xa5" * byte_count)
+
+
+async def test_inv12_a_streaming_install_comes_to_the_same_and_reads_no_part_after_its_call(rig: Rig) -> None:
+    await rig.put(1, "81")
+    staged = tokens(await collect(rig.engine, "r81", 8))
+    await rig.put(0, "82")
+    await rig.engine.quiesce()
+    await put_in_parts(rig, 1, "83")
+    report = await rig.engine.finish_streaming()
+    assert report.loaded_tensors == len(rig.states[1])
+    await rig.engine.canary()
+    await rig.engine.resume()
+    deltas = await collect(rig.engine, "r83", 8)
+    assert tokens(deltas) == staged
+    assert deltas[-1].engine_spans == (("83", 0, 8),)
+
+
+async def test_inv4_a_streaming_install_that_was_given_up_is_healed_by_a_full_one_of_either_kind(rig: Rig) -> None:
+    await rig.put(1, "91")
+    expected = tokens(await collect(rig.engine, "r91", 8))
+    await rig.engine.quiesce()
+    await put_in_parts(rig, 0, "92", count=len(rig.states[0]) // 2)
+    await rig.engine.abandon_streaming()
+    await rig.engine.abandon_streaming()
+    await rig.put(1, "93")
+    assert tokens(await collect(rig.engine, "r93", 8)) == expected
+    await rig.engine.quiesce()
+    await put_in_parts(rig, 0, "94", count=1)
+    await rig.engine.abandon_streaming()
+    await put_in_parts(rig, 1, "95")
+    await rig.engine.finish_streaming()
+    await rig.engine.canary()
+    await rig.engine.resume()
+    assert tokens(await collect(rig.engine, "r95", 8)) == expected
+
+
+async def test_inv4_a_part_that_fails_says_that_it_touched_and_a_finish_without_every_tensor_fails(rig: Rig) -> None:
+    await rig.put(1, "101")
+    await rig.engine.quiesce()
+    rig.failpoint.write_text("raise after=1")
+    with pytest.raises(InstallFailed) as failure:
+        await put_in_parts(rig, 0, "102")
+    assert failure.value.touched
+    await rig.engine.abandon_streaming()
+    await put_in_parts(rig, 0, "103", count=len(rig.states[0]) - 1)
+    with pytest.raises(InstallFailed) as failure:
+        await rig.engine.finish_streaming()
+    assert failure.value.touched
+    await rig.engine.abandon_streaming()
+    await rig.put(0, "104")
 
 
 async def test_a_canary_is_finite_and_repeats_itself(rig: Rig) -> None:

@@ -15,7 +15,9 @@ from controlplane.core.fleet_records import (
     CheckpointKept,
     EngineAsked,
     EngineForgotten,
+    EngineKept,
     EngineKnown,
+    EngineReleased,
     FloorRaised,
     FrozenServed,
     Record,
@@ -167,6 +169,15 @@ def test_an_engine_is_known_until_it_says_goodbye(disk: Disk) -> None:
     e0, e1 = EngineId("e0"), EngineId("e1")
     again = disk.restart(EngineKnown(e0, POLICY), EngineKnown(e1, POLICY), EngineForgotten(e0))
     assert again.engines == (EngineKnown(e1, POLICY),)
+
+
+def test_an_engine_stays_at_its_version_over_its_goodbye_until_it_is_released(disk: Disk) -> None:
+    e0, e1 = (EngineKept(EngineId(name), POLICY, version(4), digest(4)) for name in ("e0", "e1"))
+    later = EngineKept(EngineId("e0"), POLICY, version(5))
+    found = disk.restart(e1, e0, EngineForgotten(EngineId("e0")))
+    assert found.kept == (e0, e1)
+    assert disk.restart(later).kept == (later, e1)
+    assert disk.restart(EngineReleased(EngineId("e0")), EngineReleased(EngineId("e9"))).kept == (e1,)
 
 
 def test_l7_another_runs_ledger_is_refused(disk: Disk) -> None:

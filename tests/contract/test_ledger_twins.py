@@ -15,7 +15,9 @@ from controlplane.core.fleet_records import (
     CheckpointKept,
     EngineAsked,
     EngineForgotten,
+    EngineKept,
     EngineKnown,
+    EngineReleased,
     FloorRaised,
     FrozenServed,
     ModelRecord,
@@ -74,6 +76,8 @@ records: st.SearchStrategy[Record] = st.one_of(
     st.builds(FrozenServed, models, digests),
     st.builds(CheckpointKept, models, versions, st.just("c"), digests, digests, numbers, numbers, numbers),
     st.builds(CheckpointGone, models, numbers),
+    st.builds(EngineKept, engine_ids, models, versions, digests),
+    st.builds(EngineReleased, engine_ids),
     st.builds(FloorRaised, numbers, terms, floors, st.just("ada")),
 )
 HOUR = 3600.0

@@ -118,6 +118,7 @@ def test_five_steps_reach_both_engines_and_are_verified(demos: list[Demo]) -> No
     assert_nothing_left(demo, before)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_every_part_and_leaves_nothing(demos: list[Demo]) -> None:
     before = _shared_memory()
     demos.append(demo := Demo("--steps", str(STEPS)))
@@ -130,6 +131,7 @@ def test_ctrl_c_ends_every_part_and_leaves_nothing(demos: list[Demo]) -> None:
     assert_nothing_left(demo, before)
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_ends_the_demo_with_its_name_and_leaves_nothing(demos: list[Demo]) -> None:
     before = _shared_memory()
     demos.append(demo := Demo("--steps", str(STEPS)))
@@ -143,6 +145,7 @@ def test_a_part_that_dies_ends_the_demo_with_its_name_and_leaves_nothing(demos: 
     assert_nothing_left(demo, before)
 
 
+@pytest.mark.slow
 def test_every_process_ends_with_a_demo_that_is_killed(demos: list[Demo]) -> None:
     demos.append(demo := Demo("--steps", str(STEPS)))
     demo.wait_for_engines()

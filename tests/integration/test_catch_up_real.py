@@ -167,6 +167,7 @@ async def _routable(fleet: LocalFleet, engine_id: str) -> bool:
     return any(v.status.engine.engine_id == engine_id and v.routable for v in (await fleet.view()).engines)
 
 
+@pytest.mark.slow
 async def test_a_vllm_engine_of_a_frozen_model_serves_what_it_loaded_as_number_0(
     tmp_path: Path, models: tuple[Path, Path]
 ) -> None:

@@ -17,7 +17,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(300)]
 PROMPT = [5, 6, 7, 8, 9]
 TOKENS = 16
 START_SECONDS = 150.0

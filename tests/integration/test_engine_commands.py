@@ -10,8 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane.core import engine_events as events
 from controlplane.core.errors import DeadlineExceeded
 from controlplane.rpc.errors import from_rpc_error
+from engine_agent.life import EngineLife
 from engine_agent.memory_engine import MemoryEngine
 from tests.cases.samples import PROMPT, LiveSample
 from tests.support.checkpoint_fleet import checkpoint_fleet
@@ -33,7 +35,21 @@ LONG = 4000
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
+def lives(monkeypatch: pytest.MonkeyPatch) -> list[EngineLife]:
+    """The engines' lives, as they begin."""
+    begun: list[EngineLife] = []
+    true = EngineLife.__init__
+
+    def init(self: EngineLife, *args: Any, **options: Any) -> None:
+        true(self, *args, **options)
+        begun.append(self)
+
+    monkeypatch.setattr(EngineLife, "__init__", init)
+    return begun
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, lives: list[EngineLife]) -> AsyncIterator[LocalFleet]:
     async with checkpoint_fleet(tmp_path, 1, {"seconds_per_token": 0.002, "sleep_seconds": 0.05}) as running:
         yield running
 
@@ -329,3 +345,33 @@ async def test_nobody_enters_while_an_update_waits(fleet: LocalFleet, weights: W
 
 async def _installs(fleet: LocalFleet) -> bool:
     return (await fleet.status("e0")).update.stage == engine_pb2.UPDATE_STAGE_INSTALLING
+
+
+async def test_inv4_what_is_found_poisoned_while_an_update_waits_makes_no_token_more(
+    fleet: LocalFleet, weights: Weights, lives: list[EngineLife]
+) -> None:
+    running = await sample(fleet, LONG)
+    await running.has(3)
+    update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
+    await eventually(lambda: _installs(fleet))
+    lives[-1].apply(events.SpansDisagreed("a test says so"))
+    assert (await update).version.number == 2
+    assert await running.reason() == "ABORT"
+
+
+async def test_an_operators_pause_ends_the_wait_of_an_update(fleet: LocalFleet, weights: Weights) -> None:
+    running = await sample(fleet, LONG)
+    await running.has(3)
+    update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
+    await eventually(lambda: _installs(fleet))
+    await pause(fleet, mode=KEEP)
+    assert (await update).version.number == 2
+    assert running.running
+
+
+async def test_an_update_that_would_wait_longer_than_its_fleet_is_refused(fleet: LocalFleet, weights: Weights) -> None:
+    policy = pause_pb2.PausePolicy(mode=WAIT)
+    policy.wait_limit.FromSeconds(91)
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await updated(fleet, policy)
+    assert "waits 90 s for requests at most, not 91" in str(from_rpc_error(error.value))

@@ -21,6 +21,7 @@ async def test_the_fleet_heals_from_a_kill_and_claims_nothing_wrong(tmp_path: Pa
 
 
 @pytest.mark.real
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 async def test_a_fleet_with_a_real_vllm_engine_heals_too(tmp_path: Path) -> None:
     async with running_fleet(tmp_path / "fleet", Backend.VLLM) as fleet:

@@ -24,7 +24,7 @@ from trainer_agent.agent import run_trainer
 from trainer_agent.agent.settings import TrainerSettings
 from weightplane.v1 import operator_pb2
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PUSHES = 3
 MAX_TOKENS = 12

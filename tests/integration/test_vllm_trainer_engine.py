@@ -17,7 +17,7 @@ from tests.support.tiny_model import make_tiny_model
 from tests.support.tiny_rank import TinyWeights
 from tests.support.toy_trainer import RankProcess
 
-pytestmark = [pytest.mark.real, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(400)]
 UPDATES = 3
 PROMPT = [5, 6, 7, 8, 9]
 START_SECONDS = 200.0

@@ -8,11 +8,13 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from engine_agent.vllm.loading import Loader
 from engine_agent.vllm.worker import WorkerExtension
 
 CLASS = f"{__name__}.FaultyWorker"
@@ -29,14 +31,15 @@ class FaultyWorker(WorkerExtension):
         engine, file = self.weight_transfer_engine, Path(os.environ[FILE_VARIABLE])
         experts = getattr(self.vllm_config.model_config.hf_text_config, "num_experts", 0)
         last: dict[str, torch.Tensor] = {}
-        true_weights, true_repair = engine._weights, engine._repair_tied_head
+        true_weights, true_repair = engine._weights, Loader.repair_tied_head
 
-        def weights() -> Weights:
+        def weights(*which: Any) -> Weights:
             fault = file.read_text() if file.exists() else ""
-            return _spoiled(true_weights(), fault, last, experts)
+            return _spoiled(true_weights(*which), fault, last, experts)
 
         engine._weights = weights
-        engine._repair_tied_head = lambda: _unless_spoiled(file, true_repair)
+        repair = lambda loader: _unless_spoiled(file, partial(true_repair, loader))  # noqa: E731
+        setattr(Loader, "repair_tied_head", repair)  # noqa: B010 - a type checker would not have it
         return WorkerExtension.weightplane_facts(self)
 
 

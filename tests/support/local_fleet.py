@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import grpc
 import xxhash
@@ -168,7 +168,7 @@ class LocalFleet:
         await eventually(address_file.exists)
         self.address = address_file.read_text()
 
-    def start_engine(self, engine_id: str, **memory: Any) -> None:
+    def start_engine(self, engine_id: str, *, apply: Literal["staged", "streaming"] = "staged", **memory: Any) -> None:
         settings = EngineSettings(
             engine_id=engine_id,
             coordinator=self.address,
@@ -177,6 +177,7 @@ class LocalFleet:
             backend="memory",
             memory=MemorySettings(tensors=SHAPES, **memory),
             stream_idle_seconds=2.0,
+            apply=apply,
         )
         self._start(engine_id, run_engine, settings)
 

@@ -174,8 +174,8 @@ class EngineProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, fleet: LocalFleet, engine_id: str = "e0") -> EngineProcess:
-        where = [fleet.address, str(fleet.directory), engine_id]
+    async def start(cls, fleet: LocalFleet, engine_id: str = "e0", install_seconds: float = 0.0) -> EngineProcess:
+        where = [fleet.address, str(fleet.directory), engine_id, str(install_seconds)]
         return cls(await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.toy_trainer", *where))
 
     async def died(self) -> None:
@@ -183,7 +183,11 @@ class EngineProcess:
 
     async def stop(self) -> None:
         self._process.terminate()
-        await asyncio.wait_for(self._process.wait(), 30)
+        await self.ended()
+
+    async def ended(self) -> int:
+        """Its exit code, once it ends."""
+        return await asyncio.wait_for(self._process.wait(), 30)
 
 
 def segments() -> list[str]:
@@ -192,10 +196,10 @@ def segments() -> list[str]:
 
 
 def main() -> None:
-    """An engine agent as a process: coordinator, directory, name."""
+    """An engine agent as a process: coordinator, directory, name, seconds that an install takes."""
     fleet = LocalFleet(Path(sys.argv[2]))
     fleet.address = sys.argv[1]
-    sys.exit(asyncio.run(run_engine(engine_settings(fleet, sys.argv[3]))))
+    sys.exit(asyncio.run(run_engine(engine_settings(fleet, sys.argv[3], install_seconds=float(sys.argv[4])))))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A process that hosts an engine and does nothing more: `python -m tests.support.vllm_agent_process MODEL NOTE`.
+"""Hosts an engine and does nothing more: `python -m tests.support.vllm_agent_process MODEL NOTE [CORES]`.
 
 It prints the pids of the engine's processes, as JSON on one line, and waits to be killed.
 """
@@ -16,7 +16,13 @@ MARK = "ENGINE-PIDS "
 
 
 async def main() -> None:
-    settings = VllmSettings(Path(sys.argv[1]), dtype="float32", max_model_len=256, kv_cache_memory_bytes=32 << 20)
+    settings = VllmSettings(
+        Path(sys.argv[1]),
+        dtype="float32",
+        max_model_len=256,
+        kv_cache_memory_bytes=32 << 20,
+        data_parallel_size=int(sys.argv[3]) if len(sys.argv) > 3 else 1,
+    )
     facts = await VllmEngine(settings, "engine-of-a-process", note=Path(sys.argv[2])).start()
     print(MARK + json.dumps(facts.pids), flush=True)
     await asyncio.Event().wait()

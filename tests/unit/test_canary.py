@@ -47,6 +47,13 @@ def test_an_answer_of_another_length_is_no_answer() -> None:
     assert list(doubted) == ["c"]
 
 
+def test_what_is_no_number_agrees_with_nothing() -> None:
+    assert difference((-1.0, -2.0), (-1.0, float("nan"))) == float("inf")
+    doubted = judge(said(a=RIGHT, b=RIGHT, c=(-1.0, float("nan"))), 0.05)
+    assert doubted is not None
+    assert list(doubted) == ["c"]
+
+
 def test_decoded_tokens_are_not_compared() -> None:
     engines = said(a=RIGHT, b=RIGHT, c=RIGHT)
     engines[EngineId("c")] = replace(engines[EngineId("c")], tokens=(1, 2))
@@ -59,6 +66,8 @@ def test_decoded_tokens_are_not_compared() -> None:
         (CanaryReference((1,), (), 0.1), "1 tokens"),
         (CanaryReference((1, 2, 3), (-1.0,), 0.1), "1 log probabilities for 3 tokens"),
         (CanaryReference((1, 2), (-1.0,), 0.0), "tolerance is 0.0"),
+        (CanaryReference((1, 2), (-1.0,), float("inf")), "tolerance is inf"),
+        (CanaryReference((1, 2, 3), (-1.0, float("nan")), 0.1), "not finite"),
         (CanaryReference(tuple(range(65)), (0.0,) * 64, 0.1), "65 tokens"),
     ],
 )

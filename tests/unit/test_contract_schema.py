@@ -20,13 +20,24 @@ from weightplane.v1 import (
     layout_pb2,
     lifecycle_pb2,
     operator_pb2,
+    pause_pb2,
     rollout_pb2,
     rules_pb2,
     version_pb2,
     weight_update_pb2,
 )
 
-FILES = (engine_pb2, fleet_pb2, layout_pb2, lifecycle_pb2, operator_pb2, rollout_pb2, version_pb2, weight_update_pb2)
+FILES = (
+    engine_pb2,
+    fleet_pb2,
+    layout_pb2,
+    lifecycle_pb2,
+    operator_pb2,
+    pause_pb2,
+    rollout_pb2,
+    version_pb2,
+    weight_update_pb2,
+)
 VERSION = version_pb2.WeightVersion.DESCRIPTOR
 
 

@@ -28,11 +28,18 @@ def version(number: int, term: int = 1) -> WeightVersion:
 class Agent:
     """Drives a core as an agent does, one call a step."""
 
-    def __init__(self, *, term: int = 0, welcomed: bool = True, frozen: bytes | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        term: int = 0,
+        welcomed: bool = True,
+        frozen: bytes | None = None,
+        capabilities: frozenset[str] = frozenset({core.SLEEP}),
+    ) -> None:
         state = EngineState(RunId("run"), ModelName("policy"), EngineId("e0"), INCARNATION)
         self.core = core.EngineCore(state, term=Term(term), coordinator_term=Term(0), number=0)
         self.now = 0.0
-        self.core.handle(events.Started(EXPECTED, frozenset({core.SLEEP}), frozen), self.now)
+        self.core.handle(events.Started(EXPECTED, capabilities, frozen), self.now)
         if welcomed:
             self.welcome(term or 1)
 
@@ -56,6 +63,7 @@ class Agent:
         by_coordinator: int | None = None,
         base: Held | None = None,
         kept: KeptBase | None = None,
+        streaming: bool = False,
     ) -> list[events.Effect]:
         """`by_coordinator`: the writer is one, with that term of its own."""
         return self.handle(
@@ -73,6 +81,7 @@ class Agent:
                 by_coordinator is not None,
                 base,
                 kept=kept,
+                streaming=streaming,
             )
         )
 

@@ -42,6 +42,7 @@ def engines() -> operator_pb2.FleetView:
     behind.desired.CopyFrom(version(2, 7))
     behind.catch_up = "catch-up-3-1"
     behind.conditions.append(condition("WeightsHeld", FALSE, "Unset", 7300))
+    behind.kept.CopyFrom(version(2, 6))
     lost = engine("engine-2", "serving", applied=version(2, 7), known=False, refused=refused)
     lost.desired.CopyFrom(version(2, 7))
     lost.conditions.append(condition("Running", UNKNOWN, "Silent", 200_000, "last heard: Running"))

@@ -13,6 +13,7 @@ from controlplane.core.engine_state import Stage
 from controlplane.core.errors import LedgerError
 from controlplane.core.fleet_records import (
     EngineAsked,
+    EngineKept,
     EngineKnown,
     FloorRaised,
     RequestKnown,
@@ -161,6 +162,21 @@ def test_a_file_of_schema_1_is_recovered_as_it_was_and_written_to(path: Path) ->
     again.close()
     assert found.models[POLICY].digests == {began.version: CONTENT}
     assert found.requests == (RequestKnown("r5", UpdateId("u5"), POLICY, WeightVersion(5, Term(3)), LAYOUT, 1.0),)
+
+
+def test_a_file_of_schema_2_keeps_all_it_had_and_can_keep_engines(path: Path) -> None:
+    known = EngineKnown(EngineId("e0"), POLICY)
+    life(path, known)
+    db = sqlite3.connect(path)
+    db.executescript("DROP TABLE kept_engines; PRAGMA user_version = 2;")  # all that schema 3 added
+    db.close()
+    kept = EngineKept(EngineId("e0"), POLICY, WeightVersion(1, Term(1)), CONTENT)
+    life(path, kept)
+    ledger = SqliteLedger(path, lambda: NOW)
+    found = ledger.open(RUN)
+    ledger.close()
+    assert (found.engines, found.kept) == ((known,), (kept,))
+    assert ledger_v1.version(path) == SCHEMA_VERSION
 
 
 def test_a_migration_that_fails_leaves_the_file_as_it_was_and_can_be_done_later(path: Path) -> None:

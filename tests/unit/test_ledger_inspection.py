@@ -131,6 +131,14 @@ def test_a_dump_has_every_row(state_dir: Path) -> None:
             "INSERT INTO leases VALUES ('teacher', 1, 't', 'i')",
             "teacher: it is served as it was loaded, though it has a trainer",
         ),
+        (
+            "INSERT INTO kept_engines VALUES ('e0', 'policy', 1, 3, x'', 0.0)",
+            "e0: it stays at number 3, but no update committed it",
+        ),
+        (
+            "INSERT INTO kept_engines VALUES ('e0', 'policy', 5, 41, x'33', 0.0)",
+            "e0: it stays at number 41 with other contents than its update's",
+        ),
         ("DELETE FROM leases", "update u41: its term 5 was never given"),
         ("UPDATE updates SET term = 6 WHERE number = 1", "update u1: its term 6 was never given"),
         ("UPDATE models SET ordinal = 1 WHERE model = 'policy'", "policy: ordinal 1 after 3 commits"),
@@ -244,7 +252,7 @@ def test_an_older_ledger_is_left_as_it_is_for_a_coordinator_to_migrate(tmp_path:
     before = ledger_v1.make(tmp_path / "ledger.sqlite")
     code, text = ask(tmp_path, command)
     assert code == ExitCode.LEDGER
-    assert "its schema is version 1, and this program reads 2: a coordinator of this program's version migrates it" in (
+    assert "its schema is version 1, and this program reads 3: a coordinator of this program's version migrates it" in (
         " ".join(text.split())
     )
     assert ledger_v1.rows(tmp_path / "ledger.sqlite") == before

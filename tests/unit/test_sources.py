@@ -19,6 +19,7 @@ from trainer_agent.rank.memory import WholeMemory
 from trainer_agent.source import LayerwiseSource, ParamMeta, WeightSource, layerwise_groups
 from trainer_agent.sources.iterable import IterableSource
 from trainer_agent.sources.module import ModuleSource
+from trainer_agent.sources.with_draft import WithDraft
 
 
 class Tiny(nn.Module):
@@ -304,3 +305,35 @@ PARTS = st.lists(st.sampled_from(["layers", "0", "1", "10", "w", "experts"]), mi
 def test_groups_are_a_partition(names: list[str]) -> None:
     assert sorted(name for group in layerwise_groups(names) for name in group) == sorted(names)
     assert all(layerwise_groups(names))
+
+
+# ---- a model and its draft ----
+
+
+def pair(shared: tuple[str, ...] = ("embed",), draft_has: tuple[str, ...] = ("layers.0.w", "fc")) -> WithDraft:
+    model = IterableSource(
+        None, lambda: [("embed", torch.ones(3)), ("layers.0.w", torch.ones(2)), ("n", torch.ones(1))]
+    )
+    draft = IterableSource(
+        None, lambda: [(name, torch.zeros(5)) for name in draft_has], ties=[("head", "embed"), ("up", "fc")]
+    )
+    return WithDraft(model, draft, shared=shared)
+
+
+def test_a_draft_follows_its_model_under_prefixed_names_and_a_shared_tensor_is_sent_once() -> None:
+    source = pair()
+    layout = layout_of(source)
+    assert [t.name for t in layout.tensors] == [name for name, _ in source]
+    assert [t.name for t in layout.tensors][3:] == ["draft:layers.0.w", "draft:fc"]
+    assert layout.draft is not None
+    assert [t.name for t in layout.draft.tensors] == ["embed", "layers.0.w", "fc"]
+    assert [(t.alias, t.source) for t in layout.draft.ties] == [("head", "embed"), ("up", "fc")]
+    assert [name for names, _ in source.iter_groups() for name in names] == [t.name for t in layout.tensors]
+
+
+@pytest.mark.parametrize(
+    ("shared", "draft_has"), [(("nobody's",), ("fc",)), (("embed",), ("embed", "fc"))], ids=["unknown", "sent_twice"]
+)
+def test_a_shared_tensor_is_the_models_and_nobody_elses(shared: tuple[str, ...], draft_has: tuple[str, ...]) -> None:
+    with pytest.raises(LayoutInvalid, match="shared"):
+        layout_of(pair(shared, draft_has))

@@ -186,6 +186,8 @@ def test_the_vocabulary_of_a_nested_text_model_is_found_and_an_absent_one_refuse
 def test_a_quantized_model_has_its_methods_format(tmp_path: Path) -> None:
     write_config(tmp_path, quantization_config={"quant_method": "fp8"})
     assert read_model_facts(tmp_path, {}).format == "fp8"
+    write_config(tmp_path, quantization_config={"quant_method": "fp8", "weight_block_size": [128, 128]})
+    assert read_model_facts(tmp_path, {}).format == "fp8-block"
 
 
 def expected_in(directory: Path, engine_dtype: str = "bfloat16") -> Any:

@@ -26,7 +26,13 @@ from controlplane.checkpoints import (
     prefix_of,
     remove,
 )
-from controlplane.core.errors import DeadlineExceeded, SegmentUnreadable, StaleTerm, WeightplaneError
+from controlplane.core.errors import (
+    CheckpointInUse,
+    DeadlineExceeded,
+    SegmentUnreadable,
+    StaleTerm,
+    WeightplaneError,
+)
 from controlplane.rpc.codec import version_to_proto
 from controlplane.rpc.errors import from_rpc_error
 from trainer_agent.agent import reasons
@@ -213,8 +219,12 @@ class CheckpointKeeper:
             self._failed(whole, "look", str(error))
             return
         for number in sorted(old_numbers(found, whole.version.number, self._keep) | self._untold):
-            if not await self._retired(whole, number, coordinator):
-                return  # the next time
+            try:
+                if not await self._retired(whole, number, coordinator):
+                    return  # the next time
+            except CheckpointInUse as error:
+                log.info("checkpoint_stays", number=number, cause=str(error))
+                continue
             for name in sorted(n for n, theirs in found.items() if theirs == number):
                 if await self._removed(whole, name):
                     del self._known[name]
@@ -227,6 +237,8 @@ class CheckpointKeeper:
         )
         try:
             await coordinator.told("retire", lambda fleet, seconds: fleet.RetireCheckpoint(request, timeout=seconds))
+        except CheckpointInUse:
+            raise
         except WeightplaneError as error:
             self._failed(whole, "retire", f"number {number}: {error}", error.reason)
             if reasons.fences(error):

@@ -280,7 +280,8 @@ class Push:
         return Cargo(head, self.context.parts)
 
     async def _until_decided(self, streams: EngineStreams, watch: UpdateWatch) -> None:
-        """Wait for the decision. Before GO a failure, a refusal or the limit ends the push; after GO only time does.
+        """Wait for the decision. Before GO a failure, a refusal or the limit ends the push; after GO only time does,
+        and a streaming engine whose bytes will not come is told so.
 
         Raises:
             WeightplaneError: it is to be given up.
@@ -290,6 +291,8 @@ class Push:
         try:
             await asyncio.wait({decision, trouble}, timeout=self._left(), return_when=asyncio.FIRST_COMPLETED)
             if not decision.done() and watch.commits:
+                if trouble.done():  # bytes of streaming engines may never come
+                    streams.abort_unfed(str(trouble.result()))
                 await asyncio.wait({decision}, timeout=self._left() + DECIDE_SECONDS)
             if not decision.done():
                 raise trouble.result() if trouble.done() else self._late(streams, watch)

@@ -91,6 +91,7 @@ PASSING = frozenset(
         "SCORE_INCOMPLETE",
         "CHECKPOINT_UNREADABLE",
         "CHECKPOINT_UNKNOWN",
+        "CHECKPOINT_IN_USE",
     }
 )
 """The next attempt may do."""

@@ -1,8 +1,9 @@
 """One UpdateWeights stream: brings one version to one engine, as often as it takes until the update is decided.
 
-Promises: a commit frame goes only after `ready` and after the coordinator's GO (INV-3); a stream that ends in any other
-way is an abort. The stream's fate is no report of what the engine holds (INV-8); what it does tell is whether
-somebody may still read the leader's memory (INV-12).
+Promises: a commit frame goes only after `ready` and after the coordinator's GO (INV-3), and so does the first chunk of
+a streaming update, which is the start of its install (INV-1); a stream that ends in any other way is an abort. The
+stream's fate is no report of what the engine holds (INV-8); what it does tell is whether somebody may still read the
+leader's memory (INV-12).
 """
 
 from __future__ import annotations
@@ -79,8 +80,9 @@ class EngineStream:
     ) -> None:
         self.engine_id = assignment.engine.engine_id
         self.required = assignment.required
+        self.streaming = assignment.apply == weight_update_pb2.APPLY_STREAMING
         self.ready = False
-        """All bytes are in and checked there."""
+        """All bytes are in and checked there; of a streaming update: it would take them."""
         self._received = False
         self.error: WeightplaneError | None = None
         """Why the latest attempt ended; what an abort of ours does to it is no news."""
@@ -128,6 +130,11 @@ class EngineStream:
         return broadcast and not (self.isolated or self._received or self._abort.is_set())
 
     @property
+    def fed(self) -> bool:
+        """Its leader announced everything: the stream needs no rank any more."""
+        return self._chunks.end is not None
+
+    @property
     def delta(self) -> bool:
         """It brings what changed only."""
         return bool(self._chunks.delta)
@@ -163,6 +170,8 @@ class EngineStream:
 
         Where the leader keeps two chunks only, all engines wait for the slowest: one that nobody needs is left behind.
         """
+        if self.streaming and self._sent:
+            return False  # it is poisoned, or about to be: the next push heals it
         if (self.accepted and not self.way.again) or (self._chunks.ring and not self.required):
             return False
         if isinstance(error, RemoteError):
@@ -183,6 +192,7 @@ class EngineStream:
         call = self._stub.UpdateWeights()
         frames: Frames = asyncio.Queue(MAX_HEARD)
         self._opened = self._handed = False
+        self._sent = self.sent_bytes = 0
         hear = asyncio.create_task(hear_all(call, frames))
         work = asyncio.create_task(self._work(call, frames))
         abort = asyncio.create_task(self._abort.wait())
@@ -229,10 +239,13 @@ class EngineStream:
             self._untold = False  # one attempt at a time: the agent let go of what earlier ones handed it
             if accepted.layout_needed:
                 await self._send_layout(call)
-            await self._send_chunks(call)
-            await expect(frames, "ready")
-            self.ready = self._received = True
-            await self._watch.go()
+            if self.streaming:
+                await self._await_go(frames)
+                await self._send_chunks(call)
+            else:
+                await self._send_chunks(call)
+                await self._await_go(frames)
+            self._received = True
             failpoints.hit("trainer.before_commit")
             self._commit_sent = True
             await call.write(Request(commit=self._commit()))
@@ -240,11 +253,17 @@ class EngineStream:
         self._commit_sent = True
         await expect(frames, "applied")
 
+    async def _await_go(self, frames: Frames) -> None:
+        await expect(frames, "ready")
+        self.ready = True
+        self._received = not self.streaming
+        await self._watch.go()
+
     async def _open(self) -> weight_update_pb2.UpdateOpen:
         frame = weight_update_pb2.UpdateOpen()
         frame.CopyFrom(self._cargo.open)
         frame.engine.CopyFrom(self._assignment.engine)
-        frame.transport = self._assignment.transport
+        frame.transport, frame.apply = self._assignment.transport, self._assignment.apply
         if await self._chunks.chosen():
             frame.manifest.base.CopyFrom(self._assignment.base)
         await self.way.prepare(frame)

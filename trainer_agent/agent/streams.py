@@ -126,6 +126,12 @@ class EngineStreams:
 
     # ---- ending ----
 
+    def abort_unfed(self, cause: str) -> None:
+        """After go, of a push that cannot go on: streaming engines stand still until their bytes come."""
+        for stream in self._streams:
+            if stream.streaming and not stream.fed:
+                stream.abort(cause)
+
     def drop_lost(self, state: fleet_pb2.UpdateState) -> None:
         """Of a leader that keeps two chunks all engines wait for the slowest; not for one that will not answer."""
         lost = outcome.lost_engines(state)

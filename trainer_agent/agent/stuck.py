@@ -18,7 +18,7 @@ from controlplane.core.errors import DeadlineExceeded
 from controlplane.rpc.errors import from_rpc_error
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.stubs import Stubs
-from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2
+from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -77,8 +77,10 @@ def after_go(state: fleet_pb2.UpdateState, assignments: Iterable[fleet_pb2.Assig
     """Whom it waits for once commit frames went."""
     stages = {e.engine.engine_id: e.stage for e in state.engines if e.stage not in _ENDED and not e.lost}
     engines = tuple(a for a in assignments if a.engine.engine_id in stages)
+    streaming = {a.engine.engine_id for a in engines if a.apply == weight_update_pb2.APPLY_STREAMING}
     names = [
-        f"{e} ({engine_pb2.UpdateStage.Name(stage).removeprefix('UPDATE_STAGE_').lower()}, all bytes sent)"
+        f"{e} ({engine_pb2.UpdateStage.Name(stage).removeprefix('UPDATE_STAGE_').lower()}, "
+        f"{'as bytes come' if e in streaming else 'all bytes sent'})"
         for e, stage in stages.items()
     ]
     return Waited(tuple(names), engines=engines)

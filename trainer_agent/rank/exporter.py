@@ -17,10 +17,10 @@ import torch
 import xxhash
 
 from controlplane.core.errors import LayoutInvalid
-from controlplane.core.layout import DType, Layout, TensorSpec, Tie, content_digest
+from controlplane.core.layout import MODEL_ONLY, PLAIN, DType, Layout, TensorSpec, Tie, content_digest
 from trainer_agent.chunking import ChunkRange, Piece, SegmentPlan
 from trainer_agent.rank.memory import ExportMemory, Place
-from trainer_agent.source import WeightSource
+from trainer_agent.source import SaysFormat, SaysTargets, WeightSource
 from weightplane.v1 import weight_update_pb2 as pb
 
 DTYPES: dict[torch.dtype, DType] = {
@@ -57,7 +57,7 @@ def layout_of(source: WeightSource) -> Layout:
     """The layout that a source states.
 
     Raises:
-        LayoutInvalid: no tensor, a name that stands twice, a tie without source, or a dtype without a name.
+        LayoutInvalid: no tensor, a dtype without a name, or what `Layout` refuses.
     """
     metadata = source.metadata()
     if not metadata:
@@ -65,8 +65,10 @@ def layout_of(source: WeightSource) -> Layout:
     nameless = [f"{m.name} ({m.dtype})" for m in metadata if m.dtype not in DTYPES]
     if nameless:
         raise LayoutInvalid(problem="a dtype cannot be sent", names=nameless)
-    tensors = tuple(TensorSpec(m.name, DTYPES[m.dtype], tuple(m.shape)) for m in metadata)
-    return Layout(tensors, tuple(Tie(alias, name) for alias, name in source.ties()))
+    targets = source.targets() if isinstance(source, SaysTargets) else {}
+    tensors = (TensorSpec(m.name, DTYPES[m.dtype], tuple(m.shape), targets.get(m.name, MODEL_ONLY)) for m in metadata)
+    ties = tuple(Tie(alias, name) for alias, name in source.ties())
+    return Layout(tuple(tensors), ties, source.weights_format if isinstance(source, SaysFormat) else PLAIN)
 
 
 class Exporter:

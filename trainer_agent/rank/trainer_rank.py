@@ -321,8 +321,8 @@ class TrainerRank:
 
 def _check(reference: CanaryReference | None, pause: PausePolicy | None) -> None:
     """Raises InvalidRequest: before anything is sent."""
-    if pause is not None and pause.problem:
-        raise InvalidRequest(field="pause", problem=pause.problem)
+    if pause is not None and pause.problem_at_an_install:
+        raise InvalidRequest(field="pause", problem=pause.problem_at_an_install)
     problem = "" if reference is None else reference.problem()
     if problem:
         raise InvalidRequest(field="reference", problem=problem)

@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from controlplane.core.layout import PLAIN
 from trainer_agent.source import LayerwiseSource, ParamMeta
 
 
@@ -39,6 +40,7 @@ class IterableSource(LayerwiseSource):
         make_iterator: called for each pass; gives a new iterator over whole tensors. Where that gathers, it is a
             collective: every rank calls it and iterates to the end.
         ties: (alias, source) pairs of names that share one tensor; only `source` is yielded.
+        weights_format: `plain`, or the quantisation of what is yielded, scales included: `fp8-block`.
     """
 
     def __init__(
@@ -47,7 +49,9 @@ class IterableSource(LayerwiseSource):
         make_iterator: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         *,
         ties: Sequence[tuple[str, str]] = (),
+        weights_format: str = PLAIN,
     ) -> None:
+        self.weights_format = weights_format
         self._make_iterator = make_iterator
         self._ties = tuple(ties)
         self._metadata = None if metadata is None else [ParamMeta(m.name, m.dtype, tuple(m.shape)) for m in metadata]

@@ -36,12 +36,13 @@ FINAL = frozenset(
 """Ends after which the same start would end the same."""
 
 
-def run_fleet(plan: CheckedFleet, file: Path) -> int:
-    """Until Ctrl-C. Raises CommandFailed: the coordinator cannot run."""
-    return asyncio.run(_interruptible(plan, file))
+def run_fleet(plan: CheckedFleet, file: Path, *, on_ray: bool = False) -> int:
+    """Until Ctrl-C. `on_ray`: each engine is a stand-in of one on a Ray node. Raises CommandFailed: the coordinator
+    cannot run."""
+    return asyncio.run(_interruptible(plan, file, on_ray=on_ray))
 
 
-async def _interruptible(plan: CheckedFleet, file: Path) -> int:
+async def _interruptible(plan: CheckedFleet, file: Path, *, on_ray: bool) -> int:
     console, mark = Console(stderr=True, highlight=False), f"up-{uuid.uuid4().hex[:8]}"
     logs = plan.file.state_dir / "logs"
     try:
@@ -49,7 +50,7 @@ async def _interruptible(plan: CheckedFleet, file: Path) -> int:
     except OSError as error:
         raise CommandFailed(ExitCode.CONFIG, f"{logs}: {error.strerror}") from error
     crew = Crew(logs, mark, {})
-    running = asyncio.create_task(_run(_Fleet(plan, file.resolve(), crew, console)))
+    running = asyncio.create_task(_run(_Fleet(plan, file.resolve(), crew, console, on_ray)))
 
     def interrupt() -> None:
         crew.hurry = running.cancelling() > 0
@@ -81,6 +82,7 @@ class _Fleet:
     file: Path
     crew: Crew
     console: Console
+    on_ray: bool
 
     async def run(self, address_file: Path) -> None:
         """Until cancelled, or until the coordinator cannot run. Raises CommandFailed then."""
@@ -98,7 +100,7 @@ class _Fleet:
             await asyncio.gather(coordinator, *engines, return_exceptions=True)
 
     async def _engine(self, engine_id: str) -> None:
-        words = ("engine", "--fleet", str(self.file), "--id", engine_id)
+        words = ("engine", "--fleet", str(self.file), "--id", engine_id, *(["--ray"] if self.on_ray else []))
         await self._keep(await self.crew.weightplane(engine_id, *words), words)
 
     async def _keep(self, child: Child, words: tuple[str, ...]) -> Child:

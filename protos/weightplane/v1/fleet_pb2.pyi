@@ -166,7 +166,7 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, rollback, sleep, prefix_cache."""
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache."""
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
@@ -509,6 +509,7 @@ class ModelState(_message.Message):
     ORDINAL_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     DOUBTED_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
@@ -520,11 +521,17 @@ class ModelState(_message.Message):
     """It is served as its engines loaded it: no trainer, no updates."""
     @_builtins.property
     def served(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightVersion]:
-        """The versions that the fleet serves now: none before the first push, one, or two while rolling."""
+        """The versions that the fleet serves now: none before the first push, one, or two while rolling. To an engine that
+        stays at a version: that one.
+        """
 
     @_builtins.property
     def doubted(self) -> _containers.RepeatedCompositeFieldContainer[Global___DoubtedEngine]:
         """Engines that are not to serve what they say that they hold."""
+
+    @_builtins.property
+    def kept(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptEngine]:
+        """Engines that stay at a version while the fleet moves on, connected or not."""
 
     @_builtins.property
     def commits(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetCommit]:
@@ -539,11 +546,12 @@ class ModelState(_message.Message):
         ordinal: _builtins.int = ...,
         frozen: _builtins.bool = ...,
         doubted: _abc.Iterable[Global___DoubtedEngine] | None = ...,
+        kept: _abc.Iterable[Global___KeptEngine] | None = ...,
         commits: _abc.Iterable[Global___FleetCommit] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "doubted", b"doubted", "frozen", b"frozen", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "doubted", b"doubted", "frozen", b"frozen", "kept", b"kept", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -582,6 +590,34 @@ class DoubtedEngine(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DoubtedEngine: _TypeAlias = DoubtedEngine  # noqa: Y015
+
+@_typing.final
+class KeptEngine(_message.Message):
+    """An engine that stays at a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    engine_id: _builtins.str
+    """Its name, stable over restarts."""
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """The version."""
+
+    def __init__(
+        self,
+        *,
+        engine_id: _builtins.str = ...,
+        version: _version_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptEngine: _TypeAlias = KeptEngine  # noqa: Y015
 
 @_typing.final
 class BeginUpdateRequest(_message.Message):
@@ -769,6 +805,7 @@ class Assignment(_message.Message):
     LINK_FIELD_NUMBER: _builtins.int
     FATE_FIELD_NUMBER: _builtins.int
     BASE_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are."""
     leader: _builtins.int
@@ -783,6 +820,8 @@ class Assignment(_message.Message):
     """With TRANSPORT_BROADCAST: which link. Assignments with one link have one leader, and the order of the plan."""
     fate: _weight_update_pb2.LinkFate.ValueType
     """With TRANSPORT_BROADCAST: whose failure ends whose bytes."""
+    apply: _weight_update_pb2.Apply.ValueType
+    """When the engine installs the bytes: chunks of APPLY_STREAMING go only after GO."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
@@ -813,10 +852,11 @@ class Assignment(_message.Message):
         link: _builtins.str = ...,
         fate: _weight_update_pb2.LinkFate.ValueType = ...,
         base: _weight_update_pb2.Base | None = ...,
+        apply: _weight_update_pb2.Apply.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "engine", b"engine", "fate", b"fate", "leader", b"leader", "link", b"link", "ranks", b"ranks", "reason", b"reason", "required", b"required", "transport", b"transport"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "base", b"base", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "engine", b"engine", "fate", b"fate", "leader", b"leader", "link", b"link", "ranks", b"ranks", "reason", b"reason", "required", b"required", "transport", b"transport"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1218,19 +1258,23 @@ class WatchRoutesRequest(_message.Message):
 
     RUN_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
+    INCLUDE_KEPT_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run. Empty: the coordinator's."""
     model: _builtins.str
     """The model."""
+    include_kept: _builtins.bool
+    """Also engines that stay at a version of their own while the fleet moves on; see Route.kept."""
     def __init__(
         self,
         *,
         run_id: _builtins.str = ...,
         model: _builtins.str = ...,
+        include_kept: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["include_kept", b"include_kept", "model", b"model", "run_id", b"run_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1320,11 +1364,14 @@ class Route(_message.Message):
     ENDPOINT_FIELD_NUMBER: _builtins.int
     APPLIED_FIELD_NUMBER: _builtins.int
     LIVE_REQUESTS_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are."""
     live_requests: _builtins.int
     """Requests in it."""
+    kept: _builtins.bool
+    """It stays at that version while the fleet moves on."""
     max_requests: _builtins.int
     """How many requests it runs at once; more wait in it. 0: unknown."""
     @_builtins.property
@@ -1342,11 +1389,12 @@ class Route(_message.Message):
         endpoint: _builtins.str = ...,
         applied: _version_pb2.WeightVersion | None = ...,
         live_requests: _builtins.int = ...,
+        kept: _builtins.bool = ...,
         max_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "engine", b"engine"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "endpoint", b"endpoint", "engine", b"engine", "live_requests", b"live_requests", "max_requests", b"max_requests"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "endpoint", b"endpoint", "engine", b"engine", "kept", b"kept", "live_requests", b"live_requests", "max_requests", b"max_requests"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

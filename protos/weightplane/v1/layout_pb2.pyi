@@ -152,7 +152,9 @@ class TensorSpec(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Checkpoint name, such as `model.layers.0.self_attn.q_proj.weight`."""
+    """Checkpoint name, such as `model.layers.0.self_attn.q_proj.weight`. What is the draft model's alone has `draft:` before
+    its name in the draft's checkpoint: model and draft may have different tensors of one name.
+    """
     dtype: Global___Dtype.ValueType
     """Element type."""
     @_builtins.property
@@ -161,7 +163,9 @@ class TensorSpec(_message.Message):
 
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[Global___Target]:
-        """The sets it belongs to. Empty means the model itself."""
+        """The sets it belongs to; one tensor may be the model's and the draft's. Empty means the model itself. All sets of an
+        update are published together or not at all.
+        """
 
     def __init__(
         self,
@@ -188,7 +192,7 @@ class Tie(_message.Message):
     ALIAS_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     alias: _builtins.str
-    """The name that has no bytes of its own."""
+    """The name that has no bytes of its own; with `draft:` before it, it is the draft's."""
     source: _builtins.str
     """The tensor of the layout that it is."""
     def __init__(

@@ -382,6 +382,107 @@ class RollbackResponse(_message.Message):
 Global___RollbackResponse: _TypeAlias = RollbackResponse  # noqa: Y015
 
 @_typing.final
+class KeepVersionRequest(_message.Message):
+    """Keeps an engine at a version."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    engine_id: _builtins.str
+    """The engine, in this life and the next ones."""
+    number: _builtins.int
+    """Number of the version."""
+    model: _builtins.str
+    """Its model: needed for an engine that is not connected."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+        number: _builtins.int = ...,
+        model: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "model", b"model", "number", b"number", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepVersionRequest: _TypeAlias = KeepVersionRequest  # noqa: Y015
+
+@_typing.final
+class KeepVersionResponse(_message.Message):
+    """It is kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def version(self) -> _version_pb2.WeightVersion:
+        """At this version."""
+
+    def __init__(
+        self,
+        *,
+        version: _version_pb2.WeightVersion | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeepVersionResponse: _TypeAlias = KeepVersionResponse  # noqa: Y015
+
+@_typing.final
+class ReleaseVersionRequest(_message.Message):
+    """Lets an engine go with the fleet again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    ENGINE_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    engine_id: _builtins.str
+    """The engine."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        engine_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_id", b"engine_id", "run_id", b"run_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseVersionRequest: _TypeAlias = ReleaseVersionRequest  # noqa: Y015
+
+@_typing.final
+class ReleaseVersionResponse(_message.Message):
+    """It goes with the fleet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReleaseVersionResponse: _TypeAlias = ReleaseVersionResponse  # noqa: Y015
+
+@_typing.final
 class AcceptLedgerRequest(_message.Message):
     """Accepts the ledger."""
 
@@ -607,6 +708,7 @@ class EngineView(_message.Message):
     UNIT_FIELD_NUMBER: _builtins.int
     CATCH_UP_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    KEPT_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
@@ -641,6 +743,10 @@ class EngineView(_message.Message):
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[_engine_pb2.Condition]:
         """What is true of it, as the coordinator knows."""
 
+    @_builtins.property
+    def kept(self) -> _version_pb2.WeightVersion:
+        """The version that it stays at while the fleet moves on. Absent: it goes with the fleet."""
+
     def __init__(
         self,
         *,
@@ -656,10 +762,11 @@ class EngineView(_message.Message):
         unit: _builtins.str = ...,
         catch_up: _builtins.str = ...,
         verification: _engine_pb2.Verification.ValueType = ...,
+        kept: _version_pb2.WeightVersion | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "kept", b"kept", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "kept", b"kept", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,6 +55,16 @@ class OperatorStub:
                 request_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.FromString,
                 _registered_method=True)
+        self.KeepVersion = channel.unary_unary(
+                '/weightplane.v1.Operator/KeepVersion',
+                request_serializer=weightplane_dot_v1_dot_operator__pb2.KeepVersionRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_operator__pb2.KeepVersionResponse.FromString,
+                _registered_method=True)
+        self.ReleaseVersion = channel.unary_unary(
+                '/weightplane.v1.Operator/ReleaseVersion',
+                request_serializer=weightplane_dot_v1_dot_operator__pb2.ReleaseVersionRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_operator__pb2.ReleaseVersionResponse.FromString,
+                _registered_method=True)
         self.Plan = channel.unary_unary(
                 '/weightplane.v1.Operator/Plan',
                 request_serializer=weightplane_dot_v1_dot_operator__pb2.PlanRequest.SerializeToString,
@@ -106,6 +116,31 @@ class OperatorServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepVersion(self, request, context):
+        """Keep an engine at a version while the fleet moves on, over its restarts too: it is in no plan and counts for no
+        policy, its gate opens for that version alone, and clients are sent to it only where they ask for it. Where it does
+        not hold the version, the coordinator brings it from its checkpoint, which stays as long.
+
+        Effects: in the ledger when this returns. Idempotent; another version takes the place of the first.
+        Errors: WRONG_RUN; UNKNOWN_ENGINE (it is not connected, and no model was named); CHECKPOINT_UNKNOWN (NOT_FOUND: the
+        engine does not hold the version, or it was never committed, and no checkpoint of it is known); STALE_VERSION
+        (FAILED_PRECONDITION: the engine holds a higher one, and goes back only in its next life); UPDATE_IN_PROGRESS
+        (ABORTED, retry: an update is on its way to the engine); UNSUPPORTED_BY_ENGINE (it reads no checkpoints);
+        MODEL_FROZEN; INVALID_REQUEST (it serves in a unit); COORDINATOR_RECOVERING, LEDGER_REGRESSED.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseVersion(self, request, context):
+        """Let a kept engine go with the fleet again: by a catch-up, or the next push.
+
+        Effects: in the ledger when this returns. Idempotent. Errors: WRONG_RUN, UNKNOWN_ENGINE.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Plan(self, request, context):
         """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
         written, no number is used, nobody is told. What would keep the update from beginning is in the answer.
@@ -138,6 +173,16 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.AcceptLedger,
                     request_deserializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.SerializeToString,
+            ),
+            'KeepVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepVersion,
+                    request_deserializer=weightplane_dot_v1_dot_operator__pb2.KeepVersionRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_operator__pb2.KeepVersionResponse.SerializeToString,
+            ),
+            'ReleaseVersion': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseVersion,
+                    request_deserializer=weightplane_dot_v1_dot_operator__pb2.ReleaseVersionRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_operator__pb2.ReleaseVersionResponse.SerializeToString,
             ),
             'Plan': grpc.unary_unary_rpc_method_handler(
                     servicer.Plan,
@@ -254,6 +299,60 @@ class Operator:
             '/weightplane.v1.Operator/AcceptLedger',
             weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
             weightplane_dot_v1_dot_operator__pb2.AcceptLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Operator/KeepVersion',
+            weightplane_dot_v1_dot_operator__pb2.KeepVersionRequest.SerializeToString,
+            weightplane_dot_v1_dot_operator__pb2.KeepVersionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseVersion(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Operator/ReleaseVersion',
+            weightplane_dot_v1_dot_operator__pb2.ReleaseVersionRequest.SerializeToString,
+            weightplane_dot_v1_dot_operator__pb2.ReleaseVersionResponse.FromString,
             options,
             channel_credentials,
             insecure,

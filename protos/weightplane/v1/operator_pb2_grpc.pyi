@@ -57,6 +57,23 @@ class OperatorStub:
 
     Idempotent. Errors: WRONG_RUN.
     """
+    KeepVersion: _grpc.UnaryUnaryMultiCallable[_operator_pb2.KeepVersionRequest, _operator_pb2.KeepVersionResponse]
+    """Keep an engine at a version while the fleet moves on, over its restarts too: it is in no plan and counts for no
+    policy, its gate opens for that version alone, and clients are sent to it only where they ask for it. Where it does
+    not hold the version, the coordinator brings it from its checkpoint, which stays as long.
+
+    Effects: in the ledger when this returns. Idempotent; another version takes the place of the first.
+    Errors: WRONG_RUN; UNKNOWN_ENGINE (it is not connected, and no model was named); CHECKPOINT_UNKNOWN (NOT_FOUND: the
+    engine does not hold the version, or it was never committed, and no checkpoint of it is known); STALE_VERSION
+    (FAILED_PRECONDITION: the engine holds a higher one, and goes back only in its next life); UPDATE_IN_PROGRESS
+    (ABORTED, retry: an update is on its way to the engine); UNSUPPORTED_BY_ENGINE (it reads no checkpoints);
+    MODEL_FROZEN; INVALID_REQUEST (it serves in a unit); COORDINATOR_RECOVERING, LEDGER_REGRESSED.
+    """
+    ReleaseVersion: _grpc.UnaryUnaryMultiCallable[_operator_pb2.ReleaseVersionRequest, _operator_pb2.ReleaseVersionResponse]
+    """Let a kept engine go with the fleet again: by a catch-up, or the next push.
+
+    Effects: in the ledger when this returns. Idempotent. Errors: WRONG_RUN, UNKNOWN_ENGINE.
+    """
     Plan: _grpc.UnaryUnaryMultiCallable[_operator_pb2.PlanRequest, _operator_pb2.PlanResponse]
     """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
     written, no number is used, nobody is told. What would keep the update from beginning is in the answer.
@@ -92,6 +109,23 @@ class OperatorAsyncStub(OperatorStub):
     the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
 
     Idempotent. Errors: WRONG_RUN.
+    """
+    KeepVersion: _aio.UnaryUnaryMultiCallable[_operator_pb2.KeepVersionRequest, _operator_pb2.KeepVersionResponse]  # type: ignore[assignment]
+    """Keep an engine at a version while the fleet moves on, over its restarts too: it is in no plan and counts for no
+    policy, its gate opens for that version alone, and clients are sent to it only where they ask for it. Where it does
+    not hold the version, the coordinator brings it from its checkpoint, which stays as long.
+
+    Effects: in the ledger when this returns. Idempotent; another version takes the place of the first.
+    Errors: WRONG_RUN; UNKNOWN_ENGINE (it is not connected, and no model was named); CHECKPOINT_UNKNOWN (NOT_FOUND: the
+    engine does not hold the version, or it was never committed, and no checkpoint of it is known); STALE_VERSION
+    (FAILED_PRECONDITION: the engine holds a higher one, and goes back only in its next life); UPDATE_IN_PROGRESS
+    (ABORTED, retry: an update is on its way to the engine); UNSUPPORTED_BY_ENGINE (it reads no checkpoints);
+    MODEL_FROZEN; INVALID_REQUEST (it serves in a unit); COORDINATOR_RECOVERING, LEDGER_REGRESSED.
+    """
+    ReleaseVersion: _aio.UnaryUnaryMultiCallable[_operator_pb2.ReleaseVersionRequest, _operator_pb2.ReleaseVersionResponse]  # type: ignore[assignment]
+    """Let a kept engine go with the fleet again: by a catch-up, or the next push.
+
+    Effects: in the ledger when this returns. Idempotent. Errors: WRONG_RUN, UNKNOWN_ENGINE.
     """
     Plan: _aio.UnaryUnaryMultiCallable[_operator_pb2.PlanRequest, _operator_pb2.PlanResponse]  # type: ignore[assignment]
     """A dry run: the plan that an update would get if it began now, and what that would cost each side. Nothing is
@@ -149,6 +183,35 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
         the next push. Wait until every engine that may know more is connected: what nobody tells is not known.
 
         Idempotent. Errors: WRONG_RUN.
+        """
+
+    @_abc_1.abstractmethod
+    def KeepVersion(
+        self,
+        request: _operator_pb2.KeepVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.KeepVersionResponse, _abc.Awaitable[_operator_pb2.KeepVersionResponse]]:
+        """Keep an engine at a version while the fleet moves on, over its restarts too: it is in no plan and counts for no
+        policy, its gate opens for that version alone, and clients are sent to it only where they ask for it. Where it does
+        not hold the version, the coordinator brings it from its checkpoint, which stays as long.
+
+        Effects: in the ledger when this returns. Idempotent; another version takes the place of the first.
+        Errors: WRONG_RUN; UNKNOWN_ENGINE (it is not connected, and no model was named); CHECKPOINT_UNKNOWN (NOT_FOUND: the
+        engine does not hold the version, or it was never committed, and no checkpoint of it is known); STALE_VERSION
+        (FAILED_PRECONDITION: the engine holds a higher one, and goes back only in its next life); UPDATE_IN_PROGRESS
+        (ABORTED, retry: an update is on its way to the engine); UNSUPPORTED_BY_ENGINE (it reads no checkpoints);
+        MODEL_FROZEN; INVALID_REQUEST (it serves in a unit); COORDINATOR_RECOVERING, LEDGER_REGRESSED.
+        """
+
+    @_abc_1.abstractmethod
+    def ReleaseVersion(
+        self,
+        request: _operator_pb2.ReleaseVersionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.ReleaseVersionResponse, _abc.Awaitable[_operator_pb2.ReleaseVersionResponse]]:
+        """Let a kept engine go with the fleet again: by a catch-up, or the next push.
+
+        Effects: in the ledger when this returns. Idempotent. Errors: WRONG_RUN, UNKNOWN_ENGINE.
         """
 
     @_abc_1.abstractmethod

@@ -23,6 +23,40 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Apply:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ApplyEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Apply.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    APPLY_UNSPECIFIED: _Apply.ValueType  # 0
+    """As APPLY_STAGED."""
+    APPLY_STAGED: _Apply.ValueType  # 1
+    """The engine generates while chunks come. `ready` means that every byte is in and checked; the install begins with
+    the commit frame.
+    """
+    APPLY_STREAMING: _Apply.ValueType  # 2
+    """Each chunk is installed as it comes. `ready` comes before the first chunk and means that layout and memory were
+    accepted; the writer sends chunks only after the coordinator's go. The first one stops generation. From then on
+    an end of the stream without a commit frame leaves the engine poisoned and shut until the next whole update (INV-4).
+    """
+
+class Apply(_Apply, metaclass=_ApplyEnumTypeWrapper):
+    """When an update's bytes are installed."""
+
+APPLY_UNSPECIFIED: Apply.ValueType  # 0
+"""As APPLY_STAGED."""
+APPLY_STAGED: Apply.ValueType  # 1
+"""The engine generates while chunks come. `ready` means that every byte is in and checked; the install begins with
+the commit frame.
+"""
+APPLY_STREAMING: Apply.ValueType  # 2
+"""Each chunk is installed as it comes. `ready` comes before the first chunk and means that layout and memory were
+accepted; the writer sends chunks only after the coordinator's go. The first one stops generation. From then on
+an end of the stream without a commit frame leaves the engine poisoned and shut until the next whole update (INV-4).
+"""
+Global___Apply: _TypeAlias = Apply  # noqa: Y015
+
 class _LinkFate:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -181,6 +215,7 @@ class UpdateOpen(_message.Message):
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    APPLY_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
@@ -200,6 +235,10 @@ class UpdateOpen(_message.Message):
     checkpoint: _builtins.str
     """With TRANSPORT_CHECKPOINT: the directory that holds the version, relative to the agent's checkpoint root.
     The agent reads layout and bytes from it; no chunk is sent.
+    """
+    apply: Global___Apply.ValueType
+    """When the bytes are installed. APPLY_STREAMING wants the engine's capability `streaming`, a whole update, and
+    TRANSPORT_SHARED_MEMORY or TRANSPORT_INLINE; else UNSUPPORTED_BY_ENGINE.
     """
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
@@ -246,10 +285,11 @@ class UpdateOpen(_message.Message):
         checkpoint: _builtins.str = ...,
         link: Global___Link | None = ...,
         pause: _pause_pb2.PausePolicy | None = ...,
+        apply: Global___Apply.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "pause", b"pause", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -427,7 +467,10 @@ class LayoutPart(_message.Message):
     count: _builtins.int
     """How many parts there are."""
     format: _builtins.str
-    """Format of the weights: `plain`, or the quantisation that the checkpoint names."""
+    """Format of the weights: `plain`, or the quantisation that the checkpoint names: `fp8-block` for 8-bit floats with a
+    scale for each block of them, in a tensor named as the weight with `_scale_inv` after it. Engines of another format
+    refuse it (FORMAT_MISMATCH).
+    """
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """The version being brought."""
@@ -750,7 +793,7 @@ Global___ChunkReleased: _TypeAlias = ChunkReleased  # noqa: Y015
 
 @_typing.final
 class UpdateReady(_message.Message):
-    """Everything is in and checked."""
+    """Everything is in and checked; with APPLY_STREAMING: layout and memory were accepted, and chunks may come."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -54,6 +54,7 @@ class WeightUpdateServicer:
         reads it any more, and the whole with `ready`. Only a `commit` frame commits (INV-3): a stream that ends
         without one is an abort and leaves the old version serving. After `commit` the agent owns the
         install: it runs to its end also if the writer dies, and `applied` is sent if the writer is still there.
+        With APPLY_STREAMING `ready` comes before the first chunk, and each chunk is installed as it comes; see Apply.
 
         Preconditions: the agent was welcomed by a coordinator; `term` is the highest that it has seen;
         no other update is open.

@@ -1,0 +1,94 @@
+"""Engines join and leave in the middle of a training run, as processes; training and rollouts never stop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from controlplane.cli import engine_orders as orders
+from controlplane.core.sampling import SamplingSettings
+from controlplane.rollout.client import RolloutClient
+from tests.support.eventually import eventually
+from tests.support.local_fleet import LocalFleet
+from tests.support.toy_rank import Script
+from tests.support.toy_trainer import EngineProcess, fleet_for_toys, toy_trainer
+
+pytestmark = pytest.mark.timeout(240)
+STEPS = 200
+SECONDS = 30.0
+
+
+async def served(fleet: LocalFleet) -> int:
+    models = (await fleet.view()).state.models
+    return max((v.number for m in models for v in m.served), default=0)
+
+
+async def moved_on(fleet: LocalFleet, steps: int) -> None:
+    """Wait until the fleet serves a version so many further on."""
+    before = await served(fleet)
+
+    async def further() -> bool:
+        return await served(fleet) >= before + steps
+
+    await eventually(further, within=SECONDS)
+
+
+async def serves(fleet: LocalFleet, engine_id: str) -> None:
+    async def routable() -> bool:
+        return any(e.routable and e.status.engine.engine_id == engine_id for e in (await fleet.view()).engines)
+
+    await eventually(routable, within=SECONDS)
+
+
+async def sample_on(rollouts: RolloutClient, seen: Counter[str]) -> None:
+    """One sample after the other, counted by the engine that made it; the first that fails ends it."""
+    while True:
+        sample = await rollouts.generate([1, 2, 3], SamplingSettings(max_tokens=4))
+        seen[sample.engine_id] += 1
+
+
+async def test_l1_a_third_engine_joins_and_another_leaves_while_training_goes_on(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        engines = {name: await EngineProcess.start(fleet, name) for name in ("e0", "e1")}
+        await fleet.wait_for_engines(2)
+        await trainer.start_ranks(Script(steps=STEPS, pause_before_step=0.1), world=1)
+        await moved_on(fleet, 1)
+        seen: Counter[str] = Counter()
+        async with RolloutClient(fleet.address) as rollouts:
+            sampling = asyncio.create_task(sample_on(rollouts, seen))
+            engines["e2"] = await EngineProcess.start(fleet, "e2")
+            await serves(fleet, "e2")
+            await eventually(lambda: seen["e2"] > 0)
+            leaving = orders.Target(fleet.address, "e1", 5.0)
+            await orders.drain(leaving, "operator", SECONDS)
+            await orders.shutdown(leaving, "there are enough", SECONDS)
+            assert await engines.pop("e1").ended() == 0
+            left = seen["e1"]
+            await moved_on(fleet, 3)
+            assert not sampling.done(), sampling
+            sampling.cancel()
+            with suppress(asyncio.CancelledError):
+                await sampling
+        assert (left, seen["e0"] > 0) == (seen["e1"], True)
+        # A drain ends an update that did not go yet; its push tries again by itself.
+        assert trainer.ranks[0].said("failed") == []
+        assert trainer.ranks[0].process.returncode is None, "it trains on"
+        for engine in engines.values():
+            await engine.stop()
+
+
+async def test_l1_an_engine_that_loads_for_longer_than_a_step_takes_joins_all_the_same(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        fast = await EngineProcess.start(fleet, "e0")
+        await fleet.wait_for_engines(1)
+        await trainer.start_ranks(Script(steps=STEPS), world=1)
+        await moved_on(fleet, 3)
+        slow = await EngineProcess.start(fleet, "slow", install_seconds=0.8)
+        await serves(fleet, "slow")
+        assert trainer.ranks[0].process.returncode is None, "it trains on"
+        for engine in (fast, slow):
+            await engine.stop()

@@ -1,0 +1,104 @@
+"""A trainer's real ranks push to engines that install as the bytes come, beside one that does not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+import pytest
+
+from controlplane.failpoints import DIRECTORY_VARIABLE
+from tests.support.eventually import eventually
+from tests.support.local_fleet import LocalFleet
+from tests.support.toy_rank import Script
+from tests.support.toy_trainer import fleet_for_toys, segments, start_engine, toy_trainer
+from weightplane.v1 import engine_pb2, operator_pb2, operator_pb2_grpc, weight_update_pb2
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of armed points: write a file of the point's name."""
+    directory = tmp_path / "failpoints"
+    directory.mkdir()
+    monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
+    return directory
+
+
+async def tokens(fleet: LocalFleet) -> list[list[int]]:
+    return [(await fleet.generate(e, 8))[0] for e in ("e0", "e1")]
+
+
+@pytest.mark.parametrize("transport", ["shared_memory", "inline", "broadcast"])
+async def test_a_streaming_and_a_staged_engine_come_to_the_same_weights(tmp_path: Path, transport: str) -> None:
+    async with (
+        fleet_for_toys(tmp_path, engines=1, transport=transport) as fleet,
+        toy_trainer(fleet.address, link_host="127.0.0.1") as trainer,
+    ):
+        start_engine(fleet, "e1", apply="streaming")
+        await fleet.wait_for_engines(2)
+        ranks = await trainer.start_ranks(Script(steps=3))
+        assert [await r.code() for r in ranks] == [0, 0]
+        heard = [(p["version"], p["status"], p["outcomes"]) for p in ranks[0].said("pushed")]
+        assert heard == [(n, "COMMITTED", {"e0": "APPLIED", "e1": "APPLIED"}) for n in (1, 2, 3)]
+        staged, streamed = await tokens(fleet)
+        assert staged == streamed
+    assert segments() == []
+
+
+async def test_the_plan_says_how_each_engine_installs_and_why(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        start_engine(fleet, "e1", apply="streaming")
+        await fleet.wait_for_engines(2)
+        ranks = await trainer.start_ranks(Script(steps=1, pause_before_step=1.0))
+
+        async def plan() -> operator_pb2.PlanResponse:
+            stub = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
+            try:
+                found: operator_pb2.PlanResponse = await stub.Plan(operator_pb2.PlanRequest(), timeout=5)
+            except grpc.aio.AioRpcError as error:
+                raise AssertionError(error.details()) from error
+            assert len(found.plan.assignments) == 2
+            return found
+
+        found = await eventually(plan)
+        assert [await r.code() for r in ranks] == [0, 0]
+        staged, streaming = found.plan.assignments
+        assert staged.apply == weight_update_pb2.APPLY_STAGED
+        assert (streaming.apply, streaming.reason.partition("; streaming")[1]) == (
+            weight_update_pb2.APPLY_STREAMING,
+            "; streaming",
+        )
+
+
+async def test_inv4_a_worker_that_fails_in_mid_stream_is_healed_by_the_next_push(
+    tmp_path: Path, failpoint: Path
+) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        start_engine(fleet, "e1", apply="streaming")
+        await fleet.wait_for_engines(2)
+        (failpoint / "worker.install").write_text("raise after=3")
+        ranks = await trainer.start_ranks(Script(steps=2))
+        assert [await r.code() for r in ranks] == [0, 0]
+        staged, streamed = await tokens(fleet)
+        assert staged == streamed
+    assert segments() == []
+
+
+async def test_inv4_a_leader_killed_in_mid_stream_leaves_a_streaming_engine_shut(
+    tmp_path: Path, failpoint: Path
+) -> None:
+    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+        start_engine(fleet, "e0", apply="streaming")
+        await fleet.wait_for_engines(1)
+        (failpoint / "rank.between_chunks").write_text("kill after=6")
+        await trainer.start_ranks(Script(steps=1))
+
+        async def shut() -> engine_pb2.EngineStatus:
+            status = await fleet.status("e0")
+            assert (status.weights, status.gate_open) == (engine_pb2.WEIGHTS_STATE_POISONED, False)
+            return status
+
+        status = await eventually(shut, within=60)
+        assert "went away" in status.update.error_message
