@@ -1,7 +1,8 @@
 """One install, from a checked version in shared memory to weights that spoke: stand still, put in, prove.
 
 Promises that nothing is claimed before the last of these is done (INV-1), and that whatever is raised on the way leaves
-what the engine holds to its life to say (INV-4): nothing is resumed here.
+what the engine holds to its life to say (INV-4): nothing is resumed here. On an engine that sleeps but for its weights'
+memory the proof waits for the KV cache, and the gate for the proof.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import structlog
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
-from controlplane.core.canary import Canary
-from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Timings
-from controlplane.core.errors import CanaryFailed
+from controlplane.core.canary import Canary, CanaryReference
+from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Residency, Timings
+from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
 from controlplane.core.pauses import PauseMode
 from engine_agent.engine import InstallReport
 from engine_agent.receivers import Receiver
@@ -38,7 +39,8 @@ class Applied:
     report: InstallReport
     changed_tensors: int | None
     """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
-    canary: Canary
+    canary: Canary | None
+    """None: put off until its KV cache is resident."""
     timings: Timings
     content_digest: bytes
 
@@ -58,7 +60,8 @@ class Install:
         wait = await self._let_finish()
         quiesce = await self._stand_still()
         report = await self._put_in()
-        canary, seconds = await self._prove()
+        speaks = self._life.core.state.residency is Residency.AWAKE
+        canary, seconds = await self._prove() if speaks else (None, 0.0)  # put off until there is a KV cache
         failpoints.hit("engine.after_install")
         timings = Timings(quiesce, report.load_seconds, report.cache_seconds, seconds, wait)
         update = self._update
@@ -106,19 +109,32 @@ class Install:
     async def _prove(self) -> tuple[Canary, float]:
         """What the canary said, and how long it took."""
         began = time.monotonic()
-        said = await self._life.engine.canary()
-        return replace(said, by_reference=await self._agrees_with_the_trainer()), time.monotonic() - began
+        return await _spoken(self._life, self._update.version.label, self._update.reference), time.monotonic() - began
 
-    async def _agrees_with_the_trainer(self) -> bool:
-        """Whether there was something to compare with. Raises CanaryFailed where it is something else."""
-        reference = self._update.reference
-        if reference is None:
-            return False
-        said = await self._life.engine.canary(reference.prompt_token_ids)
-        problem = reference.disagreement(said.prompt_logprobs)
-        if problem:
-            raise CanaryFailed(self._life.core.state.engine_id, self._update.version.label, problem)
-        return True
+
+async def prove_at_last(life: EngineLife) -> None:
+    """The canary of a version that was installed without a KV cache; the gate is shut meanwhile. Raises EngineDied."""
+    applied = life.core.state.applied
+    try:
+        said = await _spoken(life, applied.label if applied else "unset", life.owed_reference)
+    except EngineDied:
+        raise
+    except WeightplaneError as error:
+        life.disproven(error)
+    else:
+        life.apply(events.Proven(said))
+
+
+async def _spoken(life: EngineLife, label: str, reference: CanaryReference | None) -> Canary:
+    """What it says of its weights, compared with what the trainer said where it did. Raises CanaryFailed."""
+    said = await life.engine.canary()
+    if reference is None:
+        return said
+    again = await life.engine.canary(reference.prompt_token_ids)
+    problem = reference.disagreement(again.prompt_logprobs)
+    if problem:
+        raise CanaryFailed(life.core.state.engine_id, label, problem)
+    return replace(said, by_reference=True)
 
 
 def _stops(state: EngineState) -> bool:

@@ -18,6 +18,8 @@ import structlog
 
 from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
+from controlplane.core import engine_sleep
+from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned, Residency
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
@@ -32,7 +34,7 @@ from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
-from engine_agent.installing import Applied, Install
+from engine_agent.installing import Applied, Install, prove_at_last
 from engine_agent.kept_base import BaseKeeper
 from engine_agent.progress import Progress
 from engine_agent.receivers import Receiver
@@ -74,6 +76,8 @@ class EngineLife:
         self.engine = engine
         self.facts: EngineFacts | None = None
         self.state: Latest[EngineState] = Latest(initial)
+        self.owed_reference: CanaryReference | None = None
+        """What the canary that was put off last is to be compared with."""
         self.requests = Requests(engine, self._count, self._disagree)
         self.waiting = 0
         self.base = BaseKeeper(wanted=deltas)
@@ -300,7 +304,11 @@ class EngineLife:
     def applied(self, update: events.Update, receiver: Receiver, found: Applied) -> None:
         """INV-1: the version is claimed in the step that finished, with what the install found out beside it."""
         self._applied[update.update_id] = found
-        self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
+        if found.canary is None:
+            self.owed_reference = update.reference
+            self.apply(events.CanaryDeferred(found.timings, found.changed_tensors))
+        else:
+            self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
         if self.base.take(update, receiver):
             del self._receivers[update.stream]
         log.info(
@@ -350,6 +358,14 @@ class EngineLife:
         async with self._lock:
             await self.engine.wake(kv_cache=kv)
             self.apply(events.Woke(kv))
+            if engine_sleep.owes_canary(self.core.state):
+                await prove_at_last(self)
+
+    def disproven(self, error: WeightplaneError) -> None:
+        """What was installed asleep is wrong (INV-4): the next full update heals it."""
+        log.error("unproven_version_is_wrong", reason=error.reason, text=str(error))
+        self.apply(events.Disproven(str(error)))
+        self.requests.abort_all()
 
     async def _or_die(self, work: Coroutine[Any, Any, None]) -> None:
         """An engine that neither sleeps nor wakes is in an unknown state: its life ends."""

@@ -135,6 +135,11 @@ class MemoryEngine:
         return sum(self._resident.values())
 
     @property
+    def resident(self) -> frozenset[str]:
+        """What lies in its device's memory now, of `weights` and `kv`."""
+        return frozenset(self._resident)
+
+    @property
     def draft_weights(self) -> bytes:
         """Its draft model's weights as one digest, as `weights_of` makes it."""
         return self._draft

@@ -149,7 +149,7 @@ def applied(version: WeightVersion, applied: Applied) -> Response:
         content_digest=applied.content_digest,
         changed_tensors=applied.changed_tensors,
         timings=timings_to_proto(applied.timings),
-        canary=canary_to_proto(applied.canary),
+        canary=None if applied.canary is None else canary_to_proto(applied.canary),
         tensor_count=applied.report.loaded_tensors,
     )
     return Response(applied=message)

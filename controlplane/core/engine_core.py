@@ -15,17 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from controlplane.core import engine_streaming, engine_transitions
+from controlplane.core import engine_sleep, engine_streaming, engine_transitions
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly
 from controlplane.core.conditions import Condition, dated, engine_conditions
 from controlplane.core.engine_events import (
     Accept,
     BytesVerified,
+    CanaryDeferred,
     CanaryPassed,
     ChunkArrived,
     CommitArrived,
     Died,
+    Disproven,
     Doubted,
     DropStaged,
     Effect,
@@ -38,6 +40,7 @@ from controlplane.core.engine_events import (
     InstallEnded,
     LayoutArrived,
     Opened,
+    Proven,
     Quiesced,
     Remember,
     Report,
@@ -47,8 +50,6 @@ from controlplane.core.engine_events import (
     SpansDisagreed,
     Started,
     StartInstall,
-    StartSleep,
-    StartWake,
     Stopping,
     StreamAdmitted,
     StreamEnded,
@@ -66,7 +67,6 @@ from controlplane.core.engine_state import (
     Poisoned,
     Progress,
     Refusal,
-    Residency,
     Stage,
     Unset,
     Weights,
@@ -75,10 +75,9 @@ from controlplane.core.lag import Commits
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.versions import FROZEN, NO_TERM, Term, WeightVersion
 
-SLEEP, DELTA = "sleep", "delta"
+SLEEP, DELTA = engine_sleep.SLEEP, "delta"
 """Capabilities that decide what is refused."""
-DROPS_WEIGHTS = 2
-"""The level of sleep that keeps nothing."""
+DROPS_WEIGHTS = engine_sleep.DROPS_WEIGHTS
 MAX_LAYOUTS = 8
 """Layouts remembered by digest; a run has one a model, or two while it changes."""
 
@@ -103,10 +102,7 @@ class EngineCore:
         self.conditions: tuple[Condition, ...] = ()
         self._layouts: dict[bytes, Layout] = {}
         self._update: Update | None = None
-        self._waking = 0
-        """Wakes whose `Woke` is to come; they end in the order in which they were asked for."""
-        self._outdated_wakes = 0
-        """Those before them that a sleep followed."""
+        self._power = engine_sleep.Power()
         self._highest_applied = -1
         self._digest_of_highest = b""
 
@@ -278,9 +274,7 @@ class EngineCore:
         draining = s.held_by(HoldKind.DRAINING)
         if draining is not None:
             raise e.EngineDraining(engine_id=s.engine_id, owner=draining)
-        if s.residency is not Residency.AWAKE:
-            missing = "the KV cache is" if s.residency is Residency.WEIGHTS else "weights and KV cache are"
-            raise e.EngineAsleep(engine_id=s.engine_id, missing=missing)
+        engine_sleep.check_resident(s, by_coordinator=event.by_coordinator)
 
     def _check_base(self, event: Opened) -> None:
         """INV-5: a delta is for exactly the weights that are held now."""
@@ -420,11 +414,20 @@ class EngineCore:
 
     def _quiesced(self, event: Quiesced) -> list[Effect]:
         """INV-1: unset before the first byte is installed."""
-        self._installing().quiesced = True
+        update = self._installing()
+        update.quiesced = True
+        update.unproven_before = {h for h in self.state.holds if h.kind is HoldKind.UNPROVEN}
         return self._become(weights=Unset())
 
     def _canary_passed(self, event: CanaryPassed) -> list[Effect]:
         """INV-1: set in the step that finished, to that manifest's version."""
+        return self._applied(event)
+
+    def _canary_deferred(self, event: CanaryDeferred) -> list[Effect]:
+        """The same, but the gate stays shut until the canary spoke: nothing was ever served that it did not hear."""
+        return self._applied(event)
+
+    def _applied(self, event: CanaryPassed | CanaryDeferred) -> list[Effect]:
         update = self._installing()
         if not update.committed:
             raise AssertionError("INV-3: no commit frame was taken")
@@ -433,7 +436,10 @@ class EngineCore:
             self._digest_of_highest = update.content_digest
         self.number = max(self.number, update.version.number)
         self._end_install(update, Held(update.version, update.content_digest))
-        self.state = replace(self.state, canary=event.canary)
+        self.state = replace(self.state, canary=event.canary if isinstance(event, CanaryPassed) else None)
+        if isinstance(event, CanaryDeferred):
+            hold = Hold(HoldKind.UNPROVEN, update.update_id)
+            self.state = replace(self.state, holds=self.state.holds | {hold})
         self._progress(update, Stage.APPLIED, applied=event)
         return [self._remember(), InstallDecided(update.update_id, None), Report()]
 
@@ -441,6 +447,8 @@ class EngineCore:
         """INV-4: untouched leaves the old version in force; touched is poison. There is no third way."""
         update = self._installing()
         self._end_install(update, Poisoned(str(event.error)) if event.touched else update.held_before)
+        if isinstance(self.state.weights, Held):  # what is given back is as unproven as it was
+            self.state = replace(self.state, holds=self.state.holds | update.unproven_before)
         self._progress(update, Stage.FAILED if event.touched else Stage.ABORTED, event.error)
         return [InstallDecided(update.update_id, event.error), Report()]
 
@@ -459,6 +467,16 @@ class EngineCore:
         if self._update is not None:  # an install that touches nothing must not bring the old claim back
             self._update.held_before = self.state.weights
         return [Report()]
+
+    def _proven(self, event: Proven) -> list[Effect]:
+        """The canary that was put off spoke: nothing but the usual shuts the gate now."""
+        unproven = {h for h in self.state.holds if h.kind is HoldKind.UNPROVEN}
+        self.state = replace(self.state, canary=event.canary)
+        return self._become(holds=self.state.holds - unproven)
+
+    def _disproven(self, event: Disproven) -> list[Effect]:
+        """INV-4: bytes were installed, and something is wrong with them: poison, as at any install."""
+        return self._become(weights=Poisoned(event.cause))
 
     def _doubted(self, event: Doubted) -> list[Effect]:
         """INV-4: equal engines say something else of the same bytes: what this one holds is not that version. Void for
@@ -485,56 +503,22 @@ class EngineCore:
 
     def _sleep_requested(self, event: SleepRequested) -> list[Effect]:
         """What it takes away is not claimed any more before it goes (INV-1); an install is never cut."""
-        s = self.state
-        self._check_running()
-        if SLEEP not in self.capabilities:
-            raise e.UnsupportedByEngine(engine_id=s.engine_id, what="sleep")
-        if event.level == DROPS_WEIGHTS and s.frozen:
-            raise e.ModelFrozen(model=s.model, problem="nobody could bring its weights back")
-        if s.installing and s.progress is not None:
-            raise e.UpdateInProgress(update_id=s.progress.update_id, version=str(s.progress.version))
+        engine_sleep.check_sleep(self.state, self.capabilities, event)
         aborted = self._abort_unless_installing(
-            e.EngineAsleep(engine_id=s.engine_id, missing="weights and KV cache are")
+            e.EngineAsleep(engine_id=self.state.engine_id, missing="weights and KV cache are")
         )
-        already = s.residency is Residency.ASLEEP and not self._waking and event.level != DROPS_WEIGHTS
         if event.level == DROPS_WEIGHTS:
             self._set_weights(Unset())
-        self.state = replace(self.state, residency=Residency.ASLEEP)
-        self._outdated_wakes, self._waking = self._outdated_wakes + self._waking, 0
-        slept = self._become(holds=self.state.holds | {Hold(HoldKind.ASLEEP, event.owner)})
-        return [*aborted, *slept, *([] if already else [StartSleep(event.level)])]
+        self.state, effects = self._power.sleep(self.state, event)
+        return [*aborted, *effects]
 
     def _wake_requested(self, event: WakeRequested) -> list[Effect]:
-        """Only who put it to sleep wakes it: its devices are theirs. Of several the last one's word does; each one's
-        ends its own hold. What is awake stays so."""
-        s, own = self.state, Hold(HoldKind.ASLEEP, event.owner)
-        self._check_running()
-        others = sorted(h.owner for h in s.holds if h.kind is HoldKind.ASLEEP and h != own)
-        if others and event.kv and own in s.holds:
-            return self._become(holds=s.holds - {own})
-        if others:
-            raise e.DevicesTaken(engine_id=s.engine_id, owner=others[0])
-        awake = s.residency is Residency.AWAKE or (s.residency is Residency.WEIGHTS and not event.kv)
-        self._waking += not awake
-        return [Report()] if awake else [StartWake(event.kv)]
+        self.state, effects = self._power.wake(self.state, event)
+        return effects
 
     def _woke(self, event: Woke) -> list[Effect]:
-        """Void if a sleep was asked for meanwhile: it follows."""
-        if self._outdated_wakes:
-            self._outdated_wakes -= 1
-            return []
-        if not self._waking:
-            return []
-        self._waking -= 1
-        awake = event.kv or self.state.residency is Residency.AWAKE
-        residency = Residency.AWAKE if awake else Residency.WEIGHTS
-        self.state = replace(self.state, residency=residency)
-        asleep = {h for h in self.state.holds if h.kind is HoldKind.ASLEEP}
-        return self._become(holds=self.state.holds - asleep if event.kv else None)
-
-    def _check_running(self) -> None:
-        if self.state.life is not Life.RUNNING:
-            raise e.EngineNotReady(engine_id=self.state.engine_id, holds=self.state.life.value)
+        self.state, effects = self._power.woke(self.state, event)
+        return effects
 
     def _requests_counted(self, event: RequestsCounted) -> list[Effect]:
         self.state = replace(self.state, live_requests=event.live, waiting_requests=event.waiting)
@@ -558,9 +542,10 @@ class EngineCore:
         return [Report()]
 
     def _set_weights(self, weights: Weights) -> None:
-        """Poison comes with its hold, and goes with it."""
+        """Poison comes with its hold, and goes with it; what was unproven is gone."""
         poison = Hold(HoldKind.POISONED, self.state.engine_id)
-        holds = self.state.holds | {poison} if isinstance(weights, Poisoned) else self.state.holds - {poison}
+        others = frozenset(h for h in self.state.holds if h.kind is not HoldKind.UNPROVEN)
+        holds = others | {poison} if isinstance(weights, Poisoned) else others - {poison}
         canary = self.state.canary if weights == self.state.weights else None
         self.state = replace(self.state, weights=weights, holds=holds, canary=canary)
 
@@ -572,7 +557,7 @@ class EngineCore:
         *,
         reason: str = "",
         message: str = "",
-        applied: CanaryPassed | None = None,
+        applied: CanaryPassed | CanaryDeferred | None = None,
     ) -> None:
         self.state = replace(
             self.state,
@@ -611,6 +596,9 @@ _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     StreamEnded: EngineCore._stream_ended,
     Quiesced: EngineCore._quiesced,
     CanaryPassed: EngineCore._canary_passed,
+    CanaryDeferred: EngineCore._canary_deferred,
+    Proven: EngineCore._proven,
+    Disproven: EngineCore._disproven,
     InstallEnded: EngineCore._install_ended,
     SpansDisagreed: EngineCore._spans_disagreed,
     Doubted: EngineCore._doubted,

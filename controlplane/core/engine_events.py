@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
@@ -147,6 +147,30 @@ class CanaryPassed:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryDeferred:
+    """The last step of an install without a KV cache: the engine holds the version, and cannot speak yet."""
+
+    timings: Timings
+    changed_tensors: int | None = None
+    """As of CanaryPassed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Proven:
+    """The canary that was put off passed."""
+
+    canary: Canary | None = None
+    """What it said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Disproven:
+    """The canary that was put off found fault."""
+
+    cause: str
+
+
+@dataclass(frozen=True, slots=True)
 class InstallEnded:
     """The install did not work. `touched`: some byte may have been installed."""
 
@@ -215,6 +239,9 @@ Event = (
     | StreamEnded
     | Quiesced
     | CanaryPassed
+    | CanaryDeferred
+    | Proven
+    | Disproven
     | InstallEnded
     | SpansDisagreed
     | HoldChanged
@@ -370,6 +397,7 @@ class Update:
     """What the canary must say too."""
     pause: PausePolicy | None = None
     held_before: Weights = field(default_factory=Unset)
+    unproven_before: Set[Hold] = frozenset()
     quiesced: bool = False
     """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""
     streaming: bool = False

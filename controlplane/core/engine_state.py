@@ -65,7 +65,8 @@ class WeightsKind(Enum):
 
 
 class Residency(Enum):
-    """What lies in device memory. An install needs the weights' memory; the canary and tokens need both."""
+    """What lies in device memory. An install needs the weights' memory; the canary (put off until then) and tokens
+    need both."""
 
     AWAKE = "awake"
     """Weights and KV cache."""
@@ -82,6 +83,8 @@ class HoldKind(Enum):
     DRAINING = "draining"
     POISONED = "poisoned"
     FINISHING = "finishing"
+    UNPROVEN = "unproven"
+    """A version was installed without a KV cache; its canary speaks when there is one."""
     STALLED = "stalled"
 
 

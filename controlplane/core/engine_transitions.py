@@ -55,6 +55,9 @@ _WEIGHTS = [
     *_rows(Part.WEIGHTS, ev.CanaryPassed, WeightsKind.HELD, WeightsKind.UNSET),
     # Spans disagreed in mid-install: what a full update brought is whole all the same.
     *_rows(Part.WEIGHTS, ev.CanaryPassed, WeightsKind.HELD, WeightsKind.POISONED),
+    # Asleep but for the weights' memory: claimed, and held UNPROVEN until the canary spoke.
+    *_rows(Part.WEIGHTS, ev.CanaryDeferred, WeightsKind.HELD, WeightsKind.UNSET, WeightsKind.POISONED),
+    *_rows(Part.WEIGHTS, ev.Disproven, WeightsKind.POISONED, WeightsKind.HELD),
     # INV-4: untouched gives back what was held before; touched is poison.
     *_rows(Part.WEIGHTS, ev.InstallEnded, WeightsKind.HELD, WeightsKind.UNSET),
     *_rows(Part.WEIGHTS, ev.InstallEnded, WeightsKind.POISONED, WeightsKind.UNSET, WeightsKind.HELD),
@@ -73,6 +76,7 @@ _ACTIVITY = [
     *_rows(Part.ACTIVITY, ev.StreamAdmitted, Activity.READY, Activity.RECEIVING),
     *_rows(Part.ACTIVITY, ev.ChunkArrived, Activity.INSTALLING, Activity.READY),  # streaming: a chunk is its start
     *_rows(Part.ACTIVITY, ev.CanaryPassed, Activity.IDLE, Activity.INSTALLING),
+    *_rows(Part.ACTIVITY, ev.CanaryDeferred, Activity.IDLE, Activity.INSTALLING),
     *_rows(Part.ACTIVITY, ev.InstallEnded, Activity.IDLE, Activity.INSTALLING),
     *_rows(Part.ACTIVITY, ev.StreamEnded, Activity.IDLE, *_BEFORE_COMMIT),
     *_rows(Part.ACTIVITY, ev.FleetChanged, Activity.IDLE, *_BEFORE_COMMIT),  # INV-7

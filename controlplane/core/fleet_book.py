@@ -21,6 +21,7 @@ from controlplane.core.fleet_records import (
     RequestKnown,
     TrainerRecord,
 )
+from controlplane.core.names import trainer_owner
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import NO_TERM, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
@@ -256,6 +257,11 @@ class Book:
         if trainer is None or not (trainer.holds_devices or trainer.devices_unknown):
             return False
         return not trainer.ranks or any(r.device_uuid in record.place.device_uuids for r in trainer.ranks)
+
+    def asleep_for_trainer(self, record: EngineRecord) -> bool:
+        """It sleeps for its model's trainer, which holds its devices now, and for nobody else."""
+        trainer = self.trainers.get(record.state.model)
+        return trainer is not None and trainer.holds_devices and record.asleep_for(trainer_owner(trainer.trainer_id))
 
     def date_conditions(self, now: float) -> None:
         """What is true of each engine, for people, with the time since when."""

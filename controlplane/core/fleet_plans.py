@@ -45,11 +45,13 @@ def taking_part(
 
 
 def able_engines(book: Book, model: ModelName, ranks: Sequence[RankPlace] | None) -> list[EngineRecord]:
-    """Who could take an update; who stays at a version takes none. From ranks: whom they can feed; one that came
-    while they were away may be a misfit. From the coordinator: whose devices nobody else may hold."""
-    able = [r for r in book.of_model(model) if r.able and book.kept_at(r) is None]
+    """Who could take an update; who stays at a version takes none. From ranks: whom they can feed, also those that
+    sleep for their trainer; one that came while they were away may be a misfit. From the coordinator: whose devices
+    nobody else may hold."""
+    others = [r for r in book.of_model(model) if book.kept_at(r) is None]
     if ranks is None:
-        return [r for r in able if not book.lent(r)]
+        return [r for r in others if r.able and not book.lent(r)]
+    able = [r for r in others if r.able or book.asleep_for_trainer(r)]
     held = devices_of(ranks)
     return [r for r in able if misfit(r.place, held) is None]
 

@@ -51,8 +51,16 @@ class EngineRecord:
     @property
     def able(self) -> bool:
         """It could take an update now: live, awake, and not about to leave."""
-        awake = self.state.residency is Residency.AWAKE
-        return self.live and awake and self.state.held_by(HoldKind.DRAINING) is None
+        return self._stays and self.state.residency is Residency.AWAKE
+
+    @property
+    def _stays(self) -> bool:
+        return self.live and self.state.held_by(HoldKind.DRAINING) is None
+
+    def asleep_for(self, owner: str) -> bool:
+        """It would be able, and sleeps for that one only: whoever it is wakes its weights' memory before an update."""
+        sleepers = {h.owner for h in self.state.holds if h.kind is HoldKind.ASLEEP}
+        return self._stays and sleepers == {owner}
 
 
 @dataclass

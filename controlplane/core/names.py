@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from controlplane.core.versions import DeviceUuid
+from controlplane.core.versions import DeviceUuid, TrainerId
 
 _UUID = re.compile(
     r"(?P<kind>(?:GPU|MIG(?:-GPU)?)-)?(?P<hex>[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})(?P<instance>/\d+/\d+)?",
@@ -17,6 +17,11 @@ _UUID = re.compile(
 )
 """As NVIDIA's drivers print them (old ones a MIG instance as `MIG-GPU-…/1/0`), and as torch does, without a prefix."""
 _NUMBER = re.compile(r"([0-9]+)")
+
+MAX_OWNER_LENGTH = 128
+"""Of a hold's owner, in the contract."""
+TRAINERS = "trainer:"
+"""How the owners of holds begin that are trainers."""
 
 NaturalKey = tuple[tuple[str | int, ...], str]
 
@@ -30,6 +35,11 @@ def device_uuid(text: str) -> DeviceUuid:
         return DeviceUuid(text)
     kind = (found["kind"] or "GPU-").upper()
     return DeviceUuid(f"{kind}{found['hex'].lower()}{found['instance'] or ''}")
+
+
+def trainer_owner(trainer_id: TrainerId | str) -> str:
+    """Whose hold it is where an engine sleeps for a trainer: the same over the trainer's lives."""
+    return f"{TRAINERS}{trainer_id}"[:MAX_OWNER_LENGTH]
 
 
 def natural_key(name: str) -> NaturalKey:

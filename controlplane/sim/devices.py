@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core.names import trainer_owner
 from controlplane.core.versions import Incarnation
 from controlplane.sim.calls import Call
 from controlplane.sim.kernel import Action
@@ -53,7 +54,7 @@ class Devices:
         asked = self._round
         waiting = {agent.name for agent in self._trainer.team.shared}
         level = 2 if self._world.kernel.rng.random() < DEEP_SLEEP_CHANCE else 1
-        event = ee.SleepRequested(self._trainer.name, level)
+        event = ee.SleepRequested(trainer_owner(self._trainer.name), level)
 
         def asleep(agent: Agent) -> None:
             waiting.discard(agent.name)
@@ -72,6 +73,23 @@ class Devices:
             self._round += 1
             self.busy = False
             then()
+
+    # ---- push beside them ----
+
+    def weights(self, then: Action) -> None:
+        """The weights' memory of what sleeps in its name; `then` when an install has room."""
+        self._round += 1
+        asked = self._round
+        waiting = {agent.name for agent in self._trainer.team.shared}
+
+        def awake(agent: Agent) -> None:
+            waiting.discard(agent.name)
+            if not waiting and self._round == asked:
+                self._round += 1
+                then()
+
+        for agent in self._trainer.team.shared:
+            self._wake(agent, asked, kv=False, then=awake)
 
     # ---- give ----
 
@@ -101,7 +119,7 @@ class Devices:
                 self._wake(agent, asked, kv=True, then=awake)
 
     def _wake(self, agent: Agent, asked: int, *, kv: bool, then: Done) -> None:
-        event = ee.WakeRequested(self._trainer.name, kv)
+        event = ee.WakeRequested(trainer_owner(self._trainer.name), kv)
         self._call(agent, asked, lambda life, told: life.work.wake(event, told), then)
 
     # ---- calls ----

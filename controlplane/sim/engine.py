@@ -40,6 +40,8 @@ class ModelEngine:
     """What the engine's processes hold, whatever anybody claims."""
 
     content: bytes = INITIAL
+    heard: bytes = b""
+    """What it held when its canary spoke last."""
     running: bool = True
     """The scheduler makes tokens. Fresh engines would, as vLLM's does; the agent's gate keeps requests out."""
     weights_resident: bool = True

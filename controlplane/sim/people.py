@@ -13,6 +13,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import HoldKind
+from controlplane.core.names import trainer_owner
 from controlplane.core.versions import Incarnation
 from controlplane.sim.calls import Call
 from controlplane.sim.kernel import Action, Process, connect
@@ -95,7 +96,7 @@ class People(Process):
         if not self.tidy and self.kernel.rng.random() > LOOK_CHANCE:
             return
         for team in self.world.teams.values():
-            there = {t.name for t in team.trainers}
+            there = {trainer_owner(t.name) for t in team.trainers}
             for agent in team.agents.values():
                 if agent.up and not agent.paused:
                     self._end_what_stands(agent, there)

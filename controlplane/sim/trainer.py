@@ -166,6 +166,12 @@ class Trainer(Process):
         self.step += 1
         self.devices.give(self._push_awake)
 
+    def push_beside(self) -> None:
+        """While it holds its devices: engines install, and are heard when it gives them."""
+        self.step += 1
+        self.push = Push(self)
+        self.devices.weights(self.push.begin)
+
     def _push_awake(self) -> None:
         if self.team.rests:
             self._push()

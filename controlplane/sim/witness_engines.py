@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from controlplane.core import engine_events as ee
 from controlplane.core.engine_state import EngineState, Held, HoldKind, Poisoned, Residency
 from controlplane.core.engine_transitions import moves
+from controlplane.core.names import TRAINERS
 from controlplane.core.versions import FROZEN, WeightVersion
 from controlplane.sim.settings import digest_of
 from controlplane.sim.witness_base import Truth
@@ -58,16 +59,16 @@ class EngineWitness(Truth):
             self.check(holds == after.weights.content_digest, "INV-1", f"{life} claims another digest")
             self.check((applied == FROZEN) == after.frozen, "frozen", f"{life} claims {applied}")
         if applied is not None and applied != before.applied:
-            by_install = isinstance(event, ee.CanaryPassed)
+            by_install = isinstance(event, ee.CanaryPassed | ee.CanaryDeferred)
             restored = isinstance(event, ee.InstallEnded) and not event.touched
             loaded = isinstance(event, ee.Started) and event.initial_digest is not None
             good = by_install or restored or loaded
             self.check(good, "INV-2", f"{type(event).__name__} made {life} claim {applied}")
-        if isinstance(event, ee.CanaryPassed) and applied is not None:
+        if isinstance(event, ee.CanaryPassed | ee.CanaryDeferred) and applied is not None:
             good = applied.number >= notes.highest or applied == notes.excused
             self.check(good, "INV-5", f"{life} applied {applied} after {notes.highest}")
             notes.highest = max(notes.highest, applied.number)
-        if isinstance(event, ee.CanaryPassed):
+        if isinstance(event, ee.CanaryPassed | ee.CanaryDeferred):
             notes.distrusted = False
         elif isinstance(event, ee.SpansDisagreed):
             notes.distrusted = True
@@ -79,6 +80,8 @@ class EngineWitness(Truth):
             return
         good = state.applied is not None and not state.installing
         self.check(good, "INV-4", f"{life}: the gate is open on {state}")
+        heard = state.frozen or life.engine.heard == life.engine.content
+        self.check(heard, "INV-1", f"{life}: the gate is open on what no canary spoke of")
         self.check(not state.holds, "INV-4", f"{life}: the gate is open, and held by {state.holds}")
         self.check(state.applied in life.notes.told, "INV-10", f"{life}: the gate is open on {state.applied}")
         awake = life.engine.residency is Residency.AWAKE and not life.notes.sleepers
@@ -157,8 +160,10 @@ class EngineWitness(Truth):
         self.check(good, "INV-5", f"{life} took {event.version} after {notes.highest}")
         state = life.core.state
         if not effect.attached:
-            awake = state.residency is Residency.AWAKE
-            self.check(awake, "sleep", f"{life} took an update, and is {state.residency.value}")
+            beside = state.residency is Residency.WEIGHTS and not event.by_coordinator
+            lent = beside and all(owner.startswith(TRAINERS) for owner in life.notes.sleepers)
+            room = state.residency is Residency.AWAKE or (lent and life.engine.weights_resident)
+            self.check(room, "sleep", f"{life} took an update, and is {state.residency.value}")
             draining = state.held_by(HoldKind.DRAINING)
             self.check(draining is None, "drain", f"{life} took an update, and drains for {draining}")
         elif not state.installing:
@@ -168,7 +173,7 @@ class EngineWitness(Truth):
     def install_begins(self, life: Life) -> None:
         """The first byte comes now."""
         really = life.engine.residency
-        self.check(really is Residency.AWAKE, "sleep", f"an install begins on {life}, which is {really.value}")
+        self.check(life.engine.weights_resident, "sleep", f"an install begins on {life}, which is {really.value}")
         self.check(life.core.state.applied is None, "INV-1", f"{life} claims {life.core.state.applied} in an install")
 
     def acted(self, life: Life, event: ee.Event) -> None:

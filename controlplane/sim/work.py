@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.canary import Canary
-from controlplane.core.engine_state import LETS_FINISH, Poisoned, Timings
+from controlplane.core.engine_sleep import owes_canary
+from controlplane.core.engine_state import LETS_FINISH, Poisoned, Residency, Timings
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.sim.engine import InstallEnding, Turns
 from controlplane.sim.kernel import Action
@@ -32,6 +33,8 @@ class EngineWork:
         self._engine = life.engine
         self._turns = Turns()
         self._looks = False
+        self._owed = InstallEnding.WORKS
+        """How the canary that was put off ends."""
 
     @property
     def idle(self) -> bool:
@@ -89,10 +92,16 @@ class EngineWork:
 
     def _spoke(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
         self._world.faults.point(self._life.agent, "engine.after_install")
+        if self._engine.residency is Residency.WEIGHTS:  # it speaks when it has a KV cache
+            self._owed = ending
+            self._life.apply(ee.CanaryDeferred(Timings()))
+            self._install_over(stream)
+            return
         if ending is InstallEnding.CANARY:
             error = e.CanaryFailed(self._life.agent.name, str(update.version), "a logprob is not finite")
             self._failed(stream, error, touched=True)
             return
+        self._engine.heard = self._engine.content
         said = STRANGE if ending is InstallEnding.STRANGE else USUAL
         self._life.apply(ee.CanaryPassed(Timings(), Canary((said,))))
         self._install_over(stream)
@@ -157,6 +166,18 @@ class EngineWork:
             return
         self._engine.wake(kv=kv)
         self._life.apply(ee.Woke(kv))
+        if owes_canary(self._life.core.state):
+            self._life.after(self._some(0.3), lambda: self._speaks_at_last(told))
+        else:
+            self._over(told)
+
+    def _speaks_at_last(self, told: Action) -> None:
+        if self._owed is InstallEnding.CANARY:
+            self._life.apply(ee.Disproven("a logprob is not finite"))
+        else:
+            self._engine.heard = self._engine.content
+            said = STRANGE if self._owed is InstallEnding.STRANGE else USUAL
+            self._life.apply(ee.Proven(Canary((said,))))
         self._over(told)
 
     def _over(self, told: Action) -> None:

@@ -185,7 +185,7 @@ class WakesForAnybody(EngineCore):
 
 class IsAwakeThoughASleepFollowed(EngineCore):
     def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
-        self._outdated_wakes = 0
+        self._power._outdated = 0
         return super().handle(event, now)
 
 

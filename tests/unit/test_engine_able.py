@@ -45,14 +45,23 @@ def test_p2_an_update_to_a_sleeping_engine_is_refused_and_harms_nothing() -> Non
     assert agent.applied == version(2)
 
 
-def test_an_update_needs_the_kv_cache_too_for_its_canary() -> None:
-    agent = asleep()
-    agent.handle(events.WakeRequested("trainer", kv=False))
+def test_p2_weights_in_memory_take_the_trainers_update_and_nobody_elses() -> None:
+    agent = asleep(core.DROPS_WEIGHTS, owner="trainer:t")
+    agent.handle(events.WakeRequested("trainer:t", kv=False))
     agent.handle(events.Woke(kv=False))
     assert agent.core.state.residency is Residency.WEIGHTS
     with pytest.raises(e.EngineAsleep, match="KV cache"):
+        agent.open(1, by_coordinator=1)
+    agent.open(2)
+
+
+def test_an_update_to_an_engine_that_sleeps_for_a_person_needs_the_kv_cache_too() -> None:
+    agent = asleep(owner="ann")
+    agent.handle(events.WakeRequested("ann", kv=False))
+    agent.handle(events.Woke(kv=False))
+    with pytest.raises(e.EngineAsleep, match="KV cache"):
         agent.open(2)
-    agent.handle(events.WakeRequested("trainer", kv=True))
+    agent.handle(events.WakeRequested("ann", kv=True))
     agent.handle(events.Woke(kv=True))
     assert agent.core.gate_open
 

@@ -14,7 +14,14 @@ from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
 from controlplane.core.canary import Canary
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Unset
-from controlplane.core.errors import DeadlineExceeded, DevicesTaken, EngineDied, InstallFailed, UpdateInProgress
+from controlplane.core.errors import (
+    CanaryFailed,
+    DeadlineExceeded,
+    DevicesTaken,
+    EngineDied,
+    InstallFailed,
+    UpdateInProgress,
+)
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
@@ -166,6 +173,44 @@ async def test_p2_level_2_drops_the_version_before_the_weights(tmp_path: Path) -
     await wake(life)
     assert (life.core.state.weights, residency(life), life.open) == (Unset(), Residency.AWAKE, False)
     await life.end("done")
+
+
+@pytest.mark.parametrize("sound", [True, False])
+async def test_inv1_what_was_installed_without_a_kv_cache_serves_only_after_its_canary(
+    tmp_path: Path, *, sound: bool
+) -> None:
+    life, engine = await serving(tmp_path)
+    trainer = "trainer:t"
+    await sleep(life, trainer, level=2)
+    await wake(life, trainer, kv=False)
+    newer = WeightVersion(2, Term(1))
+    commit(life, 2, newer)
+    found = await asyncio.wait_for(life.outcome(UpdateId("u2")), 5)
+    life.apply(events.FleetChanged(Term(1), Term(1), frozenset({newer})))
+    assert (found.canary, life.core.state.applied, life.open) == (None, newer, False)
+    assert "kv" not in engine.resident
+    if not sound:
+        life.engine = SilentCanary(engine)  # type: ignore[assignment]
+    await wake(life, trainer)
+    assert life.core.state.held_by(HoldKind.UNPROVEN) is None
+    if sound:
+        await eventually(lambda: life.open)
+    else:
+        assert isinstance(life.core.state.weights, Poisoned)
+    await life.end("done")
+
+
+class SilentCanary:
+    """An engine whose canary found fault."""
+
+    def __init__(self, engine: MemoryEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._engine, name)
+
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
+        raise CanaryFailed("e0", "2", "a logprob is not finite")
 
 
 async def test_a_sleep_that_was_asked_for_while_it_woke_leaves_the_devices_free(tmp_path: Path) -> None:

@@ -249,6 +249,28 @@ def test_an_engine_that_sleeps_or_drains_is_not_planned_for(change: dict[str, ob
     assert set(update.outcomes) == {"a"}
 
 
+@pytest.mark.parametrize(
+    ("owners", "holds_devices", "planned"),
+    [
+        (["trainer:trainer"], True, {"a", "b"}),
+        (["trainer:trainer"], False, {"a"}),
+        (["trainer:other"], True, {"a"}),
+        (["ann"], True, {"a"}),
+        (["trainer:trainer", "ann"], True, {"a"}),
+    ],
+)
+def test_an_engine_that_sleeps_for_its_own_trainer_only_is_planned_for(
+    owners: list[str], holds_devices: bool, planned: set[str]
+) -> None:
+    f, engines = grouped(UpdatePolicy(), a="", b="")
+    (record,) = f.core.trainers.values()
+    assert record.session is not None
+    f.handle(events.TrainerReported(record.session, record.term, 1, "train", 1, holds_devices))
+    asleep = frozenset(Hold(HoldKind.ASLEEP, owner) for owner in owners)
+    f.report(engines["b"], "b", residency=Residency.ASLEEP, holds=asleep)
+    assert set(f.begin("u1").outcomes) == planned
+
+
 def test_inv6_two_engines_with_other_contents_of_one_version_are_a_conflict() -> None:
     f, engines = grouped(UpdatePolicy(), a="", b="")
     update = f.begin("u1")

@@ -538,7 +538,7 @@ class FleetMachine(RuleBasedStateMachine):
         agent = self.agents[name]
         if agent.waking is not None:
             kv, agent.waking = agent.waking.kv, None
-            slept_again = not agent.core._waking
+            slept_again = not agent.core._power._waking
             agent.asleep = agent.asleep and slept_again
             agent.handle(ee.Woke(kv))
 

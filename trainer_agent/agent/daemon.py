@@ -29,6 +29,7 @@ from controlplane.rpc.server import RunningServer
 from trainer_agent import segments
 from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.checkpoints import FINISH_SECONDS, CheckpointKeeper
+from trainer_agent.agent.device_calls import DeviceCalls
 from trainer_agent.agent.lastlife import LastLife
 from trainer_agent.agent.lifecycle_service import TrainerLifecycle, serve
 from trainer_agent.agent.output import RankOutput
@@ -39,10 +40,14 @@ from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.session import FleetSession, discover_run
 from trainer_agent.agent.settings import TrainerSettings
 from trainer_agent.agent.stubs import Stubs
+from trainer_agent.agent.time_sharing import TimeSharing
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2
 
 log = structlog.get_logger(__name__)
+
+FIND_OUT_SECONDS = 60.0
+"""Longest that the coordinator may take to say which engines sleep for this trainer."""
 
 
 class TrainerAgent:
@@ -67,6 +72,7 @@ class TrainerAgent:
         self._avoided = Avoided()
         self._set: RankSet | None = None
         self._pusher: Pusher | None = None
+        self._devices: DeviceCalls | None = None
         self._session: FleetSession | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._waits_for: WeightplaneError | None = None
@@ -91,6 +97,8 @@ class TrainerAgent:
         """Say goodbye, drop the ranks, sweep. The lease is given back."""
         if self._pusher is not None:
             await self._pusher.close()
+        if self._devices is not None:
+            await self._devices.close()
         await self._finish_checkpoint()
         if self._session is not None:
             await self._session.close(goodbye)
@@ -165,6 +173,8 @@ class TrainerAgent:
             self._pusher.fail(ranks.lost)
         elif not rank.left:
             ranks.refuse(ranks.lost)
+        if self._devices is not None:
+            self._devices.fail(ranks.lost)
         if ranks.ended:
             self._spawn(self._set_ended(ranks, on_purpose=rank.left))
 
@@ -177,11 +187,16 @@ class TrainerAgent:
         elif self._pusher is not None and request.HasField("push_begin"):
             self._moved(ranks, rank, request.push_begin.step, "push")
             self._pusher.begin(rank, request.push_begin)
+        elif self._devices is not None and request.HasField("devices"):
+            self._devices.asked(rank, request.devices)
         elif self._pusher is not None:
             self._pusher.said(rank, request)
 
     def _moved(self, ranks: RankSet, rank: RankConnection, step: int, phase: str) -> None:
         ranks.moved(rank.rank, step, phase)
+        self._status_changed()
+
+    def _status_changed(self) -> None:
         if self._session is not None:
             self._session.changed()
 
@@ -207,7 +222,9 @@ class TrainerAgent:
             self._pusher.fail(over)
         if self._set is not None:
             self._set.refuse(over)
+        held = self._set is not None and self._set.holds_devices
         self._set, self._pusher, self._waits_for = RankSet(join, self._settings.model), None, None
+        self._set.holds_devices, self._devices = held, None  # until it found out: see welcomed
         self.ended.clear()
         self._spawn(self._join_limit(self._set, join.timeout_seconds))
 
@@ -254,6 +271,8 @@ class TrainerAgent:
         if self._pusher is not None:
             await self._pusher.idle()
         if on_purpose:
+            if self._devices is not None:
+                await self._devices.left()
             await self._finish_checkpoint()
         segments.sweep()
         if self._set is not ranks:
@@ -277,8 +296,21 @@ class TrainerAgent:
         log.info("lease_held", model=ranks.model, term=ranks.term, coordinator_term=welcome.coordinator_term)
         if first:
             self._life.begin(incarnation, self.pids)
-            self._pusher = Pusher(ranks, self._context(ranks), lambda error: self.refused(incarnation, error))
-            ranks.send(rank_pb2.RankResponse(joined=rank_pb2.Joined(term=ranks.term, run_id=self._run_id)))
+            context = self._context(ranks)
+            sharing = TimeSharing(ranks, context, self._settings.trainer_id, self._status_changed)
+            self._devices = DeviceCalls(ranks, sharing)
+            self._pusher = Pusher(ranks, context, lambda error: self.refused(incarnation, error), sharing.wake_weights)
+            self._spawn(self._joined(ranks, sharing))
+
+    async def _joined(self, ranks: RankSet, sharing: TimeSharing) -> None:
+        """Ranks hear it with what an earlier life left asleep."""
+        try:
+            await sharing.find_out(FIND_OUT_SECONDS)
+        except WeightplaneError as error:
+            ranks.refuse(error)
+            return
+        joined = rank_pb2.Joined(term=ranks.term, run_id=self._run_id, holds_devices=ranks.holds_devices)
+        ranks.send(rank_pb2.RankResponse(joined=joined))
 
     def waiting(self, incarnation: str, error: WeightplaneError) -> None:
         if self._set is not None and self._set.incarnation == incarnation:
@@ -294,6 +326,8 @@ class TrainerAgent:
         self.refused_event.set()
         if self._pusher is not None:
             self._pusher.fail(error)
+        if self._devices is not None:
+            self._devices.fail(error)
         ranks.refuse(error, fenced=isinstance(error, StaleTerm))
 
     def _context(self, ranks: RankSet) -> PushContext:

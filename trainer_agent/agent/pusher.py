@@ -7,7 +7,7 @@ ends it for all; nobody waits for a rank that will not come.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
@@ -42,10 +42,13 @@ class Pusher:
         ranks: RankSet,
         context: PushContext,
         fenced: Callable[[StaleTerm], None],
+        wake_weights: Callable[[float], Awaitable[None]],
     ) -> None:
+        """`wake_weights`: of engines that sleep for this trainer, before a push, within a limit."""
         self._ranks = ranks
         self._context = context
         self._fenced = fenced
+        self._wake_weights = wake_weights
         self._begun: dict[int, rank_pb2.PushBegin] = {}
         self._push: Push | None = None
         self._task: asyncio.Task[None] | None = None
@@ -154,6 +157,10 @@ class Pusher:
         if self._failures:
             pause = min(FIRST_RETRY_SECONDS * 2 ** (self._failures - 1), MAX_RETRY_SECONDS)
             await asyncio.sleep(min(pause, limit))
+        try:
+            await self._wake_weights(limit)
+        except WeightplaneError as error:
+            return failed(error, None, released=True)
         try:
             return await push.run()
         except Exception as error:

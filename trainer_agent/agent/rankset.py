@@ -34,6 +34,8 @@ class RankSet:
         """A session was opened for it."""
         self.layout: Layout | None = None
         self.parts: list[weight_update_pb2.LayoutPart] = []
+        self.holds_devices = False
+        """Engines on its devices sleep for this trainer, or may."""
         self.gone: dict[int, tuple[RankConnection, str]] = {}
         """Ranks that were here, and how each ended."""
         self._progress: dict[int, tuple[int, str]] = {}
@@ -115,7 +117,13 @@ class RankSet:
     def status(self) -> fleet_pb2.TrainerStatus:
         """What the coordinator is told: the slowest rank's step and phase."""
         step, phase = min(self._progress.values(), default=(0, ""))
-        return fleet_pb2.TrainerStatus(term=self.term, step=step, phase=phase[:64], progress=self.progress)
+        return fleet_pb2.TrainerStatus(
+            term=self.term,
+            step=step,
+            phase=phase[:64],
+            progress=self.progress,
+            holds_devices=self.holds_devices,
+        )
 
     def hello(self, run_id: str, trainer_id: str, chunk_bytes: int, link_host: str = "") -> fleet_pb2.TrainerHello:
         """Who this complete set is, and what it will send."""

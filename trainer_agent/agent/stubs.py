@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 
 import grpc
 
-from weightplane.v1 import fleet_pb2_grpc, lifecycle_pb2_grpc, weight_update_pb2_grpc
+from weightplane.v1 import fleet_pb2_grpc, lifecycle_pb2_grpc, operator_pb2_grpc, weight_update_pb2_grpc
 
 
 class Stubs:
@@ -17,6 +17,7 @@ class Stubs:
         self._coordinator = open_channel(coordinator)
         self._engines: dict[str, grpc.aio.Channel] = {}
         self.fleet: fleet_pb2_grpc.FleetAsyncStub = fleet_pb2_grpc.FleetStub(self._coordinator)
+        self.operator: operator_pb2_grpc.OperatorAsyncStub = operator_pb2_grpc.OperatorStub(self._coordinator)
 
     def engine(self, endpoint: str) -> weight_update_pb2_grpc.WeightUpdateAsyncStub:
         """The stub of an engine agent."""

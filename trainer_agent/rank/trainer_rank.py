@@ -44,6 +44,7 @@ from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.pending import PendingPush
 from trainer_agent.rank.pushes import ANSWER_GRACE_SECONDS, Pushes
 from trainer_agent.rank.report import PushReport, failure_of
+from trainer_agent.rank.shared_devices import SharedDevices
 from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
 from trainer_agent.segments import SegmentPool
 from trainer_agent.source import WeightSource
@@ -70,6 +71,7 @@ class TrainerRank:
         self._place = place
         self._layout = layout
         self._pushes = Pushes(link, place.rank, layout, source, Held(SegmentPool("", place.rank), groups))
+        self._devices = SharedDevices(link)
         self._push_seconds = PUSH_SECONDS
         self._sidecar: Sidecar | None = None
         self._step = 0
@@ -193,6 +195,38 @@ class TrainerRank:
         with self._pushing(step, patience):
             return self._pushes.attempt(step, patience, detached=True, reference=reference, pause=pause)
 
+    def take_devices(self, level: int = 1) -> None:
+        """Put the engines on this trainer's devices to sleep. Collective; returns when the devices are free.
+
+        `level` 1 keeps their weights aside in host memory, 2 drops them. From here until `give_devices` nobody else
+        wakes, heals or restarts them. `push` (with `wait="applied"`) brings back their weights' memory and installs;
+        their KV cache, their canary and their gate wait for `give_devices`. Idempotent.
+
+        Raises:
+            UnsupportedByEngine, ModelFrozen: an engine cannot sleep so. DeadlineExceeded, SlotMismatch, StaleTerm,
+            PeerLost, InvalidRequest. Some engines may sleep after an error: `give_devices` wakes them.
+        """
+        patience = self._patience()
+        self._pushes.settle_last(patience)
+        self._devices.take(level, patience)
+
+    def give_devices(self) -> None:
+        """Wake what sleeps for this trainer: KV cache, then canary, then gate. Collective; returns after the canaries.
+
+        Free this trainer's own device memory first. Idempotent.
+
+        Raises:
+            DeadlineExceeded, SlotMismatch, StaleTerm, PeerLost.
+        """
+        patience = self._patience()
+        self._pushes.settle_last(patience)
+        self._devices.give(patience)
+
+    @property
+    def holds_devices(self) -> bool:
+        """Engines sleep for this trainer: taken in this life, or by one that died with them."""
+        return self._devices.held
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """What this rank does now, such as "train": people see it, and the lease is renewed by it."""
@@ -241,6 +275,7 @@ class TrainerRank:
                 self._link.send(rank_pb2.RankRequest(layout_part=_local_part(part)), patience)
         message = self._link.receive(patience, "join", "all ranks and the lease")
         self.term, self.run_id = message.joined.term, message.joined.run_id
+        self._devices.held = message.joined.holds_devices
         if run_id and run_id != self.run_id:
             raise WrongRun(expected=self.run_id, got=run_id)
         log.info("rank_joined", rank=self._place.rank, term=self.term, run=self.run_id)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
-from controlplane.core.engine_state import HoldKind, Residency, Stage, WeightsKind
+from controlplane.core.engine_state import HoldKind, Poisoned, Residency, Stage, WeightsKind
 from controlplane.core.update_transaction import Phase
+from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (
     checkpoint,
     expect,
@@ -24,6 +27,9 @@ from controlplane.sim.scenarios.stage import (
     trainer,
 )
 from controlplane.sim.world import World
+
+if TYPE_CHECKING:
+    from controlplane.sim.agent import Agent
 
 
 @scenario()
@@ -295,6 +301,50 @@ def a_trainer_is_fenced_while_it_holds_devices(world: World) -> None:
     zombie.resume()
     world.run_until(lambda: zombie.fenced, 10.0, "it is fenced")
     world.settle()
+
+
+@scenario(lends=True)
+def a_push_beside_the_trainer_is_served_when_its_devices_are_given(world: World) -> None:
+    """Installed without a KV cache: held, and shut until the canary spoke. One that found fault is poison."""
+    serve(world)
+    rest(world)
+    _lend_all(world)
+    mine, agents = trainer(world), team(world).shared
+    world.faults.next_installs(agents[0].name, InstallEnding.CANARY)
+    mine.push_beside()
+    world.run_until(lambda: all(_unproven(a) for a in agents), 20.0, "they hold it", look_seconds=0.0)
+    expect(world, not any(a.present.open for a in agents), "nobody serves it yet")
+    pass_time(world, 2.0)
+    mine.devices.give(nothing)
+    one = agents[0].present
+    world.run_until(
+        lambda: isinstance(one.core.state.weights, Poisoned), 10.0, "a canary finds fault", look_seconds=0.0
+    )
+    go_on(world)
+    world.settle()
+
+
+@scenario(lends=True)
+def an_install_beside_the_trainer_heals_a_poisoned_engine(world: World) -> None:
+    """Poison that came in its middle goes with what was there before."""
+    serve(world)
+    rest(world)
+    _lend_all(world)
+    mine, agent = trainer(world), team(world).shared[0]
+    world.faults.slow_installs(agent.name, 1.0)
+    mine.push_beside()
+    one = agent.present
+    world.run_until(lambda: one.engine.content == MIXTURE, 20.0, "it installs", look_seconds=0.0)
+    one.requests.disagree()
+    world.run_until(lambda: _unproven(agent), 10.0, "the install heals it", look_seconds=0.0)
+    pass_time(world, 2.0)
+    mine.devices.give(nothing)
+    go_on(world)
+    world.settle()
+
+
+def _unproven(agent: Agent) -> bool:
+    return agent.present.core.state.held_by(HoldKind.UNPROVEN) is not None
 
 
 def _sleeping(world: World) -> int:

@@ -130,6 +130,8 @@ class _HoldKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HoldKind.Val
     """The weights are a mixture."""
     HOLD_KIND_FINISHING: _HoldKind.ValueType  # 6
     """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
+    HOLD_KIND_UNPROVEN: _HoldKind.ValueType  # 7
+    """A version was installed while the engine had no KV cache: its canary speaks as soon as there is one."""
     HOLD_KIND_STALLED: _HoldKind.ValueType  # 8
     """The engine's core does not answer, though nothing holds it up; ends when it answers. Set by the agent itself."""
 
@@ -150,6 +152,8 @@ HOLD_KIND_POISONED: HoldKind.ValueType  # 5
 """The weights are a mixture."""
 HOLD_KIND_FINISHING: HoldKind.ValueType  # 6
 """An operator asked, and lets the requests in the engine go on to their end; updates come as ever."""
+HOLD_KIND_UNPROVEN: HoldKind.ValueType  # 7
+"""A version was installed while the engine had no KV cache: its canary speaks as soon as there is one."""
 HOLD_KIND_STALLED: HoldKind.ValueType  # 8
 """The engine's core does not answer, though nothing holds it up; ends when it answers. Set by the agent itself."""
 Global___HoldKind: _TypeAlias = HoldKind  # noqa: Y015

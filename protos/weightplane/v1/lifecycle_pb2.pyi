@@ -583,7 +583,7 @@ class WakeUpRequest(_message.Message):
     owner: _builtins.str
     """Who asks; the same name ends it."""
     kv_cache: _builtins.bool
-    """The KV cache too; without it the engine can take no update and make no token."""
+    """The KV cache too; without it the engine takes updates of the trainer on its devices, and makes no token."""
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""

@@ -131,7 +131,8 @@ class LifecycleServicer:
     def WakeUp(self, request, context):
         """Take the devices again. Without `kv_cache` only the weights' memory.
 
-        Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+        Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
+        meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
         Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

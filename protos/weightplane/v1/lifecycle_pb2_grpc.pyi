@@ -55,7 +55,8 @@ class LifecycleStub:
     WakeUp: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.WakeUpRequest, _lifecycle_pb2.WakeUpResponse]
     """Take the devices again. Without `kv_cache` only the weights' memory.
 
-    Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+    Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
+    meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
     Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]
@@ -144,7 +145,8 @@ class LifecycleAsyncStub(LifecycleStub):
     WakeUp: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.WakeUpRequest, _lifecycle_pb2.WakeUpResponse]  # type: ignore[assignment]
     """Take the devices again. Without `kv_cache` only the weights' memory.
 
-    Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+    Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
+    meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
     Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]  # type: ignore[assignment]
@@ -248,7 +250,8 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_lifecycle_pb2.WakeUpResponse, _abc.Awaitable[_lifecycle_pb2.WakeUpResponse]]:
         """Take the devices again. Without `kv_cache` only the weights' memory.
 
-        Effects: ends the hold (ASLEEP, owner) once both are resident. Idempotent. Returns when they are.
+        Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
+        meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
         Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
         """
 

@@ -845,7 +845,7 @@ class UpdateApplied(_message.Message):
 
     @_builtins.property
     def canary(self) -> Global___Canary:
-        """What the canary said."""
+        """What the canary said. Absent where the engine has no KV cache yet."""
 
     def __init__(
         self,

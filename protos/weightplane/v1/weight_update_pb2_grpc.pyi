@@ -47,7 +47,8 @@ class WeightUpdateStub:
     no other update is open.
 
     Effects: none that can be served before `commit`. The applied version is unset from the step before the first
-    byte is installed until every worker has applied, caches were cleared and the canary spoke (INV-1).
+    byte is installed until every worker has applied, caches were cleared and the canary spoke (INV-1). On an engine
+    without a KV cache the canary speaks when there is one, and the hold UNPROVEN keeps the gate shut until then.
 
     Repeating is safe (INV-6): the same update before `commit` starts anew at chunk 0; after it the stream
     attaches to the install and gets its outcome.
@@ -87,7 +88,8 @@ class WeightUpdateAsyncStub(WeightUpdateStub):
     no other update is open.
 
     Effects: none that can be served before `commit`. The applied version is unset from the step before the first
-    byte is installed until every worker has applied, caches were cleared and the canary spoke (INV-1).
+    byte is installed until every worker has applied, caches were cleared and the canary spoke (INV-1). On an engine
+    without a KV cache the canary speaks when there is one, and the hold UNPROVEN keeps the gate shut until then.
 
     Repeating is safe (INV-6): the same update before `commit` starts anew at chunk 0; after it the stream
     attaches to the install and gets its outcome.
@@ -130,7 +132,8 @@ class WeightUpdateServicer(metaclass=_abc_1.ABCMeta):
         no other update is open.
 
         Effects: none that can be served before `commit`. The applied version is unset from the step before the first
-        byte is installed until every worker has applied, caches were cleared and the canary spoke (INV-1).
+        byte is installed until every worker has applied, caches were cleared and the canary spoke (INV-1). On an engine
+        without a KV cache the canary speaks when there is one, and the hold UNPROVEN keeps the gate shut until then.
 
         Repeating is safe (INV-6): the same update before `commit` starts anew at chunk 0; after it the stream
         attaches to the install and gets its outcome.

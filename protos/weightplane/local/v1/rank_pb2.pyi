@@ -43,6 +43,7 @@ class RankRequest(_message.Message):
     LEAVE_FIELD_NUMBER: _builtins.int
     LINK_MADE_FIELD_NUMBER: _builtins.int
     DELTA_CHOSEN_FIELD_NUMBER: _builtins.int
+    DEVICES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___Join:
         """First."""
@@ -83,6 +84,10 @@ class RankRequest(_message.Message):
     def delta_chosen(self) -> Global___DeltaChosen:
         """Whether engines that could get a delta do; leaders only."""
 
+    @_builtins.property
+    def devices(self) -> Global___DevicesAsked:
+        """The rank entered take_devices() or give_devices()."""
+
     def __init__(
         self,
         *,
@@ -96,12 +101,13 @@ class RankRequest(_message.Message):
         leave: Global___Leave | None = ...,
         link_made: Global___LinkMade | None = ...,
         delta_chosen: Global___DeltaChosen | None = ...,
+        devices: Global___DevicesAsked | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen", "devices"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -484,6 +490,96 @@ class PushFailed(_message.Message):
 Global___PushFailed: _TypeAlias = PushFailed  # noqa: Y015
 
 @_typing.final
+class DevicesAsked(_message.Message):
+    """The rank entered take_devices() or give_devices()."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TAKE_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
+    TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    take: _builtins.bool
+    """Take: engines on the ranks' devices sleep. Else they wake."""
+    level: _builtins.int
+    """Of a take: 1 keeps the weights aside, 2 drops them."""
+    timeout_seconds: _builtins.float
+    """How long the rank waits; the shortest of all ranks counts."""
+    sequence: _builtins.int
+    """Counts such questions of this rank; what answers one repeats it."""
+    def __init__(
+        self,
+        *,
+        take: _builtins.bool = ...,
+        level: _builtins.int = ...,
+        timeout_seconds: _builtins.float = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "sequence", b"sequence", "take", b"take", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DevicesAsked: _TypeAlias = DevicesAsked  # noqa: Y015
+
+@_typing.final
+class DevicesDone(_message.Message):
+    """The devices are free, or the engines are awake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class ErrorMetadataEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
+    ERROR_METADATA_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    """Of the rank's question."""
+    error_reason: _builtins.str
+    """Why not: ErrorInfo reason; empty if they are."""
+    error_message: _builtins.str
+    """What happened, for people."""
+    @_builtins.property
+    def error_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Attributes of the error."""
+
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        error_reason: _builtins.str = ...,
+        error_message: _builtins.str = ...,
+        error_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "error_metadata", b"error_metadata", "error_reason", b"error_reason", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DevicesDone: _TypeAlias = DevicesDone  # noqa: Y015
+
+@_typing.final
 class Leave(_message.Message):
     """The rank leaves on purpose."""
 
@@ -512,6 +608,7 @@ class RankResponse(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     CHUNK_RELEASED_FIELD_NUMBER: _builtins.int
     PUSH_SERVING_FIELD_NUMBER: _builtins.int
+    DEVICES_DONE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def joined(self) -> Global___Joined:
         """Every rank joined and the lease is held."""
@@ -536,6 +633,10 @@ class RankResponse(_message.Message):
     def push_serving(self) -> Global___PushServing:
         """The fleet takes requests under the version; after a push_result that was a success."""
 
+    @_builtins.property
+    def devices_done(self) -> Global___DevicesDone:
+        """Answers devices on every rank."""
+
     def __init__(
         self,
         *,
@@ -545,12 +646,13 @@ class RankResponse(_message.Message):
         error: Global___SessionError | None = ...,
         chunk_released: Global___ChunkReleased | None = ...,
         push_serving: Global___PushServing | None = ...,
+        devices_done: Global___DevicesDone | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_released", b"chunk_released", "error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result", "push_serving", b"push_serving"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_released", b"chunk_released", "devices_done", b"devices_done", "error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result", "push_serving", b"push_serving"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_released", b"chunk_released", "error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result", "push_serving", b"push_serving"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_released", b"chunk_released", "devices_done", b"devices_done", "error", b"error", "joined", b"joined", "message", b"message", "push_plan", b"push_plan", "push_result", b"push_result", "push_serving", b"push_serving"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["joined", "push_plan", "push_result", "error", "chunk_released", "push_serving"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["joined", "push_plan", "push_result", "error", "chunk_released", "push_serving", "devices_done"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -652,19 +754,23 @@ class Joined(_message.Message):
 
     TERM_FIELD_NUMBER: _builtins.int
     RUN_ID_FIELD_NUMBER: _builtins.int
+    HOLDS_DEVICES_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Its term."""
     run_id: _builtins.str
     """The run."""
+    holds_devices: _builtins.bool
+    """Engines on its devices sleep for this trainer, since an earlier life of it took them and gave none back."""
     def __init__(
         self,
         *,
         term: _builtins.int = ...,
         run_id: _builtins.str = ...,
+        holds_devices: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holds_devices", b"holds_devices", "run_id", b"run_id", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
