@@ -66,6 +66,9 @@ class CoordinatorSettings:
     """group=number: so many engines of that group must be ready and apply, whatever the quorum says."""
     max_catch_ups: int = 4
     """Engines brought up to date from checkpoints at once."""
+    canary_tolerance: float = 0.05
+    """Largest difference between the log probabilities that equal engines give of one prompt under the same bytes; of
+    three or more, those that differ by more from most of them are poisoned."""
     transport: Literal["auto", "shared_memory", "inline", "broadcast", "cuda_ipc"] = "auto"
     """How bytes reach engines, where it is possible; where it is not, and with auto, the plan chooses."""
     link_fate: Literal["shared", "per_engine"] = "shared"
@@ -162,6 +165,7 @@ def _fleet_settings(settings: CoordinatorSettings) -> FleetSettings:
             Mode(settings.update_mode), settings.update_quorum or None, parse_min_engines(settings.min_engines)
         ),
         max_carries=settings.max_catch_ups,
+        canary_tolerance=settings.canary_tolerance,
         transport=None if settings.transport == "auto" else Transport(settings.transport),
         link_fate=LinkFate(settings.link_fate),
     )

@@ -83,6 +83,16 @@ async def test_of_two_nobody_is_believed_more_and_both_are_unverified(
         assert {o.verification for o in state.engines} == {engine_pb2.VERIFICATION_UNVERIFIED}
 
 
+async def test_the_coordinators_setting_says_how_far_equals_may_be_apart(
+    tmp_path: Path, hands: Hands, liar: list[str]
+) -> None:
+    async with case_fleet(tmp_path, engines=3, canary_tolerance=100.0) as fleet:
+        liar.append("e1")
+        state = await fleet.deliver(Weights())
+        assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+        assert {o.verification for o in state.engines} == {engine_pb2.VERIFICATION_MAJORITY}
+
+
 async def bring(fleet: CaseFleet, weights: Weights, reference: CanaryReference) -> fleet_pb2.UpdateState:
     """A push to e0 whose manifest has the trainer's word. Raises the stream's refusal."""
     begun, cargo = await fleet.begin(), fleet.cargo(weights, count=1)
