@@ -11,7 +11,7 @@ import json
 import os
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ COUNT = 12
 RUNNING = 32
 """Requests in the engine while it is updated."""
 START_SECONDS = 240.0
-LIMITS = {"dtype": "float32", "max_model_len": 64, "kv_cache_memory_bytes": 32 << 20}
+LIMITS = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 32 << 20}
 Said = tuple[list[int], list[tuple[int, int, int]]]
 """Tokens, and spans as (number, start, end)."""
 
@@ -118,9 +118,13 @@ class Rig:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     work = tmp_path_factory.mktemp("real")
-    model = save_random(
-        work / "model", "qwen3_moe", tied=True, num_hidden_layers=2, head_dim=32, moe_intermediate_size=64
-    )
+    shape: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "head_dim": 32,
+        "moe_intermediate_size": 64,
+        "max_position_embeddings": 512,
+    }
+    model = save_random(work / "model", "qwen3_moe", tied=True, **shape)
     fleet, patch = LocalFleet(work), pytest.MonkeyPatch()
     try:
         await fleet.start_coordinator(lease_ttl_seconds=20.0)
@@ -244,27 +248,34 @@ async def test_an_engine_that_put_in_something_else_is_found_by_the_trainers_own
 
 # ---- updates under load -------------------------------------------------------------------------
 
-LENGTH = 48
-"""Tokens of a sample: as many as the engine has room for after the longest prompt."""
+LENGTH = 200
 
 
-async def thirty_two(rig: Rig) -> list[asyncio.Task[Sample]]:
-    """Samples of as many prompts, each with some tokens."""
-    deltas = asyncio.Semaphore(0)
+@asynccontextmanager
+async def thirty_two(rig: Rig) -> AsyncIterator[list[tuple[list[int], Sample]]]:
+    """So many requests are in the engine all the time; what came of them, with their prompts, after the block."""
+    samples: list[tuple[list[int], Sample]] = []
+    some, over = asyncio.Semaphore(0), asyncio.Event()
 
-    async def one(client: RolloutClient, prompt: list[int]) -> Sample:
+    async def one(client: RolloutClient, prompt: list[int]) -> None:
         sampling = SamplingSettings(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
-        assembly = Assembly(str(prompt), with_logprobs=True)
-        async for delta in client.stream(prompt, sampling):
-            assembly.add(delta)
-            deltas.release()
-        return assembly.finish()
+        while not over.is_set():
+            assembly = Assembly(str(prompt), with_logprobs=True)
+            async for delta in client.stream(prompt, sampling):
+                assembly.add(delta)
+                some.release()
+            samples.append((prompt, assembly.finish()))
 
     client = await rig.rollouts()
-    tasks = [asyncio.create_task(one(client, [5 + i, 6, 7])) for i in range(RUNNING)]
-    for _ in range(2 * RUNNING):
-        await deltas.acquire()
-    return tasks
+    async with asyncio.TaskGroup() as group:
+        for i in range(RUNNING):
+            group.create_task(one(client, [5 + i, 6, 7]))
+        for _ in range(2 * RUNNING):
+            await some.acquire()
+        try:
+            yield samples
+        finally:
+            over.set()
 
 
 def made_by(rig: Rig, order: Order, sample: Sample, prompt: list[int], span: Span) -> bool:
@@ -281,22 +292,22 @@ async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_
     old, new = Order(71), Order(72)
     before = await rig.pushed(old)
     stale = await rig.says()
-    tasks = await thirty_two(rig)
-    number = await rig.pushed(replace(new, pause=(mode, 30.0, "keep")))
-    samples = await asyncio.gather(*tasks)
-    numbers = {tuple(span.version.number for span in sample.spans) for sample in samples}
-    assert numbers == {"keep": {(before, number)}, "abort": {(before,)}, "wait": {(before,)}}[mode]
-    assert {sample.finish_reason for sample in samples} == {"abort" if mode == "abort" else "length"}
-    assert all(len(sample.tokens) == LENGTH for sample in samples if mode != "abort")
+    async with thirty_two(rig) as samples:
+        number = await rig.pushed(replace(new, pause=(mode, 30.0, "keep")))
+    both = [made for made in samples if [span.version.number for span in made[1].spans] == [before, number]]
+    cut = [made for made in samples if made[1].finish_reason == "abort"]
+    whole = [made for made in samples if made[1].finish_reason == "length" and len(made[1].tokens) == LENGTH]
+    assert len(cut) + len(whole) == len(samples)
+    assert [bool(both), bool(cut)] == {"keep": [True, False], "abort": [False, True], "wait": [False, False]}[mode]
     by = {before: old, number: new}
-    for i in (0, 17, 31):
-        for span in samples[i].spans:
-            assert made_by(rig, by[span.version.number], samples[i], [5 + i, 6, 7], span)
+    for prompt, sample in [*both[:2], *cut[:2], samples[0], samples[-1]]:
+        for span in sample.spans:
+            assert made_by(rig, by[span.version.number], sample, prompt, span)
             other = by[before if span.version.number == number else number]
-            assert not made_by(rig, other, samples[i], [5 + i, 6, 7], span)
-    assert (
-        await rig.says() == (rig.truth(new), [(number, 0, COUNT)]) != stale
-    )  # the same prompt, with no prefix of before
+            assert span.end - span.start < 5 or not made_by(rig, other, sample, prompt, span)
+    said = await rig.says()  # the same prompt as before: no prefix of the old weights is used
+    assert said == (rig.truth(new), [(number, 0, COUNT)])
+    assert said != stale
 
 
 # ---- installs that fail half-way ----------------------------------------------------------------
