@@ -23,7 +23,12 @@ from engine_agent.life import EngineLife
 DEFAULT_WAIT_SECONDS = 30.0
 MAX_WAITING = 1024
 """Requests that wait outside the gate; one more is refused at once."""
-OWN_FIELDS = frozenset(SamplingSettings.__dataclass_fields__) | {"detokenize", "output_kind", "skip_clone"}
+OWN_FIELDS = frozenset(SamplingSettings.__dataclass_fields__) | {
+    "detokenize",
+    "output_kind",
+    "skip_clone",
+    "stream_interval",  # keeps tokens back, so that no border could be drawn (INV-11)
+}
 """Not to be given once more by name, or the agent's own to set."""
 MULTIMODAL = frozenset({"multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs"})
 

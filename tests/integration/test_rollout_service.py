@@ -202,6 +202,7 @@ async def test_an_aborted_score_is_refused(fleet: CaseFleet, hands: Hands) -> No
     [
         ({"multi_modal_data": {"image": "x"}}, "no images, sound or video"),
         ({"temperature": 1.0}, "a field of its own"),
+        ({"stream_interval": 8}, "a field of its own"),
         ({"best_of": 2}, "no such field"),
     ],
 )
