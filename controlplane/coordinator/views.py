@@ -36,7 +36,11 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
             served=[version_to_proto(v) for v in core.served_to(session, name)],
             ordinal=m.ordinal,
             frozen=m.frozen,
-            doubted=[_doubted(n, d) for n, d in sorted(core.doubts.items()) if core.engines[n].state.model == name],
+            doubted=[
+                _doubted(n, d)
+                for n, d in sorted(core.doubts.items())
+                if n in core.engines and core.engines[n].state.model == name
+            ],
             kept=[
                 fleet_pb2.KeptEngine(engine_id=k.engine_id, version=version_to_proto(k.version))
                 for k in _by_name(core.kept)

@@ -87,8 +87,8 @@ def _forget(book: Book, model: ModelName) -> list[Effect]:
 
 
 def _stands(book: Book, name: EngineId, doubt: Doubt) -> bool:
-    state = book.engines[name].state
-    return (state.incarnation, state.applied) == (doubt.incarnation, doubt.version)
+    record = book.engines.get(name)  # None: it left
+    return record is not None and (record.state.incarnation, record.state.applied) == (doubt.incarnation, doubt.version)
 
 
 def _of(book: Book, name: EngineId, model: ModelName) -> bool:

@@ -66,6 +66,11 @@ class Ask:
     def pin(self) -> Pin:
         return self.assembly.pin
 
+    @property
+    def has_begun(self) -> bool:
+        """It has tokens of its own, beside its prefix's."""
+        return len(self.assembly.tokens) > (0 if self.prefix is None else len(self.prefix.tokens))
+
     def request(self) -> rollout_pb2.GenerateRequest:
         """For the next engine. Raises InvalidRequest for values that no message can hold."""
         done = self.assembly.tokens
@@ -91,7 +96,7 @@ class Ask:
     def lost(self, error: e.WeightplaneError) -> Delta | None:
         """An engine went away. Raises the error where no other may be asked; a last delta where nothing is left."""
         self.last_error = error
-        if not self.assembly.tokens:
+        if not self.has_begun:
             return None
         if self.on_loss == "fail":
             raise error

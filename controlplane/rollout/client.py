@@ -364,7 +364,7 @@ def _typed(error: grpc.aio.AioRpcError, route: Route, ask: Ask) -> e.Weightplane
 
 def _refuse_empty_end(delta: Delta, ask: Ask) -> None:
     """An engine that ends a sample before its first token has lost nothing of it: another one may do it."""
-    if delta.ending is None or delta.tokens or ask.assembly.tokens:
+    if delta.ending is None or delta.tokens or ask.has_begun:
         return
     if delta.ending.finish_reason == "version_changed":
         raise e.VersionChanged(request_id=ask.assembly.request_id)

@@ -68,6 +68,14 @@ async def test_the_one_of_three_that_says_something_else_never_serves_and_the_ne
     assert {e.verification for e in (await three.view()).engines} == {engine_pb2.VERIFICATION_MAJORITY}
 
 
+async def test_a_doubted_engine_that_leaves_is_no_trouble_to_the_others(three: CaseFleet, liar: list[str]) -> None:
+    liar.append("e1")
+    await three.deliver(Weights())
+    await three.stop("e1")
+    assert (await three.deliver(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+    await eventually(lambda: three.routable_are({"e0", "e2"}))
+
+
 async def poisoned(fleet: CaseFleet, engine_id: str) -> bool:
     status = await fleet.status(engine_id)
     return status.weights == engine_pb2.WEIGHTS_STATE_POISONED and not status.gate_open

@@ -6,8 +6,13 @@ from dataclasses import replace
 
 import pytest
 
+from controlplane.coordinator.views import fleet_state
 from controlplane.core.canary import Canary, CanaryReference, Verification, difference, judge
-from controlplane.core.versions import EngineId
+from controlplane.core.fleet import FleetCore, FleetSettings
+from controlplane.core.fleet_book import Doubt
+from controlplane.core.fleet_doubts import judge_all
+from controlplane.core.fleet_records import Recovered
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, WeightVersion
 
 RIGHT, WRONG = (-1.0, -2.0), (-1.0, -2.5)
 
@@ -84,3 +89,13 @@ def test_a_reference_is_met_within_its_tolerance_only() -> None:
 
 def test_a_verification_is_one_of_three_words() -> None:
     assert [v.value for v in Verification] == ["unverified", "majority", "reference"]
+
+
+def test_a_doubt_of_an_engine_that_left_is_over() -> None:
+    settings = FleetSettings(run_id=RunId("r"))
+    core = FleetCore(settings, Recovered(coordinator_term=Term(1)), 0.0)
+    gone = EngineId("gone")
+    core.doubts[gone] = Doubt(Incarnation("i"), WeightVersion(1, Term(1)), "it differs")
+    assert fleet_state(core).models == []
+    judge_all(core, ModelName("policy"), 1.0)
+    assert core.doubts == {}

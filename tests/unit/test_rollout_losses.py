@@ -120,6 +120,15 @@ async def test_a_cut_sample_that_was_handed_out_goes_on_as_a_prefix(world: World
     assert whole.spans == (Span(version(1), 0, 2), Span(version(2), 2, 4))
 
 
+async def test_a_prefix_is_no_reason_to_give_up_at_the_first_engine_that_declines(world: World) -> None:
+    await world.start()
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    declines = refuses(e.EngineNotReady(engine_id="a", holds="operator"))
+    world.fleet.publish(await world.engine("a", first_then(cut, first_then(declines, REST))))
+    partial = await world.client.generate(PROMPT, FOUR)
+    assert (await world.client.generate(PROMPT, FOUR, prefix=partial)).tokens == (5, 6, 7, 8)
+
+
 async def test_a_stream_that_is_resumed_hands_out_each_token_once_and_one_ending(world: World) -> None:
     await world.start(on_loss="resume")
     world.fleet.publish(await world.engine("a", first_then(DIED, REST)))
