@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real sim mutants kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real test-deploy sim mutants kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -28,10 +28,13 @@ demo: setup ## train a small model here: a coordinator, two vLLM engines, a Mega
 	$(BIN)/weightplane demo $(DEMO)
 
 test: setup ## the tests, real engines and trainers included; without the slow ones
-	$(BIN)/python -m pytest -m "not slow" $(TESTS)
+	$(BIN)/python -m pytest -m "not slow and not deploy" $(TESTS)
 
 test-real: setup ## the tests that start real vLLM or real Megatron, the slow ones too
 	$(BIN)/python -m pytest -m "real or slow" $(TESTS)
+
+test-deploy: setup ## the units under a booted systemd, the images built and run (root; says what it needs)
+	$(BIN)/python -m pytest -m deploy -s tests/deploy
 
 sim: setup ## simulate the fleet with faults: 200 seeds, or one again (make sim SEED=7)
 	$(BIN)/weightplane sim $(if $(SEED),--seed $(SEED))

@@ -19,7 +19,7 @@ import grpc
 import structlog
 
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import EngineState, HoldKind
+from controlplane.core.engine_state import EngineState, Hold, HoldKind
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
 from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.pauses import KEEP, PausePolicy
@@ -53,6 +53,7 @@ from weightplane.v1 import (
 
 log = structlog.get_logger(__name__)
 
+STOPS = "the agent stops"
 RESTART_WAIT_SECONDS = (1.0, 30.0)
 """First and longest wait before a dead engine is replaced; doubled in between."""
 
@@ -85,6 +86,8 @@ class EngineSettings:
     """On a host without GPUs: numbers of the "devices" of its workers; trainer ranks of equal numbers are colocated."""
     stream_idle_seconds: float = 60.0
     """An update's stream without a frame for so long is aborted."""
+    stop_drain_seconds: float = 20.0
+    """At SIGTERM: how long requests in the engine may go on, while no others enter. A second signal ends it at once."""
     max_restarts: int = 5
     """Deaths in a row after which it starts its engine again; then it ends. 10 minutes of life begin the count anew."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
@@ -139,8 +142,9 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
-    signalled = asyncio.create_task(wait_for_signal(stop))
-    agent = _Agent(settings, memory, holder, server, signalled, members)
+    hurry = asyncio.Event()
+    signalled = asyncio.create_task(wait_for_signal(stop, hurry))
+    agent = _Agent(settings, memory, holder, server, signalled, hurry, members)
     try:
         return await agent.run()
     except LedgerError as error:  # a later life could not be counted
@@ -162,6 +166,7 @@ class _Agent:
         holder: EngineLifeHolder,
         server: RunningServer,
         signalled: asyncio.Task[None],
+        hurry: asyncio.Event,
         members: Members | None,
     ) -> None:
         self._settings = settings
@@ -169,6 +174,7 @@ class _Agent:
         self._holder = holder
         self._server = server
         self._signalled = signalled
+        self._hurry = hurry
         self._members = members
         self._endpoint = settings.advertise or server.address
         self._supervisor = Supervisor()
@@ -218,13 +224,13 @@ class _Agent:
 
     async def _live(self, life: EngineLife) -> int | None:
         """One life. None: it died, and another may follow."""
-        cause = "the agent stops"
+        cause = STOPS
         try:
             if not await self._start(life):
                 return ExitCode.OK
             log.info("engine_ready", endpoint=self._endpoint, incarnation=life.core.state.incarnation)
             self._ready_at = time.monotonic()
-            self._supervisor.ready(f"engine {life.core.state.engine_id}, life {life.number}, at {self._endpoint}")
+            self._supervisor.ready(self._in_a_line(life, life.core.state))
             session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
             running = asyncio.create_task(session.run())
             readiness = asyncio.create_task(self._follow_readiness(life))
@@ -238,8 +244,9 @@ class _Agent:
                     await session.tell()
                     return None
                 if self._signalled.done():
+                    await self._drain(life)
                     life.apply(events.Stopping())
-                    await session.leave("the agent stops")
+                    await session.leave(STOPS)
                     return ExitCode.OK
                 running.result()
                 return ExitCode.FAILED
@@ -268,10 +275,29 @@ class _Agent:
         await asyncio.wait({starting})
         return False
 
+    async def _drain(self, life: EngineLife) -> None:
+        """Nobody enters any more, and who is in may go on to the end, for a while."""
+        if not len(life.requests) or not life.open:  # behind a shut gate none of them would end
+            return
+        self._supervisor.status(f"drains {len(life.requests)} requests")
+        life.apply(events.HoldChanged(Hold(HoldKind.DRAINING, STOPS), present=True))
+        ends = [asyncio.ensure_future(wait) for wait in (life.requests.none_left(), self._hurry.wait())]
+        limit = self._settings.stop_drain_seconds
+        await asyncio.wait({*ends, life.died}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
+        if len(life.requests):
+            log.warning("requests_cut", count=len(life.requests), waited_seconds=limit)
+
     async def _follow_readiness(self, life: EngineLife) -> None:
-        """Readiness is the gate."""
-        async for _ in life.state.watch():
+        """Readiness is the gate; what `systemctl status` shows is what the engine says of itself."""
+        async for state in life.state.watch():
             await self._server.set_serving(life.open)
+            self._supervisor.status(self._in_a_line(life, state))
+
+    def _in_a_line(self, life: EngineLife, state: EngineState) -> str:
+        word = state.word(life.core.served)
+        return f"{word}, {state.model} {state.applied or 'unset'}; life {life.number}, at {self._endpoint}"
 
 
 def _membership(settings: EngineSettings) -> Membership:

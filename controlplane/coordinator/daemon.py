@@ -117,14 +117,14 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
     await server.set_serving(not hub.core.recovering)
     ticker = asyncio.create_task(hub.tick_forever(settings.lease_ttl_seconds / TICKS_PER_TTL))
     publisher = asyncio.create_task(hub.publish_forever())
-    readiness = asyncio.create_task(_follow_readiness(hub, server))
-    signalled = asyncio.create_task(wait_for_signal(stop))
     supervisor = Supervisor()
+    readiness = asyncio.create_task(_follow_readiness(hub, server, supervisor))
+    signalled = asyncio.create_task(wait_for_signal(stop))
     feeding = asyncio.create_task(supervisor.feed(lambda: hub.ticks))
     log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
     if settings.address_file is not None:
         _publish(settings.address_file, server.address)
-    supervisor.ready(f"run {settings.run_id}, term {hub.core.term}, at {server.address}")
+    supervisor.ready(_in_a_line(hub.view.value))
     try:
         ends: set[asyncio.Future[Any]] = {ticker, publisher, signalled, hub.failed}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -141,10 +141,22 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
             task.cancel()
 
 
-async def _follow_readiness(hub: Hub, server: RunningServer) -> None:
+async def _follow_readiness(hub: Hub, server: RunningServer, supervisor: Supervisor) -> None:
     """NOT_SERVING while recovering: reads are allowed, updates are not."""
+    said = ""
     async for view in hub.view.watch():
         await server.set_serving(not view.recovering)
+        if said != (said := _in_a_line(view)):
+            supervisor.status(said)
+
+
+def _in_a_line(view: operator_pb2.FleetView) -> str:
+    """For `systemctl status`: what is served, and by how many engines."""
+    versions = {m.model: " and ".join(f"{v.term}.{v.number}" for v in m.served) for m in view.state.models}
+    served = [f"{model} {said or 'unset'}" for model, said in versions.items()]
+    routable = f"{sum(engine.routable for engine in view.engines)} of {len(view.engines)} engines routable"
+    recovering = ["recovering"] if view.recovering else []
+    return ", ".join([*recovering, f"run {view.run_id}", f"term {view.coordinator_term}", *served, routable])
 
 
 def _publish(path: Path, address: str) -> None:

@@ -162,9 +162,16 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
     await context.abort(grpc.StatusCode.INTERNAL, f"internal error {error_id}; the log has its cause")
 
 
-async def wait_for_signal(stop: asyncio.Event) -> None:
-    """Return when `stop` is set, or at SIGINT or SIGTERM (which set it)."""
+async def wait_for_signal(stop: asyncio.Event, hurry: asyncio.Event | None = None) -> None:
+    """Return when `stop` is set, or at SIGINT or SIGTERM (which set it). Each later one sets `hurry`: whoever ends in
+    order then ends at once."""
+
+    def signalled() -> None:
+        if stop.is_set() and hurry is not None:
+            hurry.set()
+        stop.set()
+
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, signalled)
     await stop.wait()

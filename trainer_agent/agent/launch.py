@@ -44,7 +44,8 @@ class Launcher:
         `environment` says where the ranks write; see `RankOutput`.
         """
         grace = max(int(stop_seconds * RANKS_SHARE), 1)
-        arguments = ["--standalone", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0"]
+        # Without the address torch resolves this host's own name, and waits for ever where nothing knows it.
+        arguments = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={nproc_per_node}", "--max-restarts=0"]
         arguments += [f"--shutdown-timeout={grace}", *wrapped(command)]
         process = await asyncio.create_subprocess_exec(
             sys.executable,
