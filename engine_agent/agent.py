@@ -281,7 +281,10 @@ class _Agent:
             return
         self._supervisor.status(f"drains {len(life.requests)} requests")
         life.apply(events.HoldChanged(Hold(HoldKind.DRAINING, STOPS), present=True))
-        ends = [asyncio.ensure_future(wait) for wait in (life.requests.none_left(), self._hurry.wait())]
+        ends: list[asyncio.Future[Any]] = [
+            asyncio.ensure_future(life.requests.none_left()),
+            asyncio.ensure_future(self._hurry.wait()),
+        ]
         limit = self._settings.stop_drain_seconds
         await asyncio.wait({*ends, life.died}, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         for end in ends:
