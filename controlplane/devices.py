@@ -25,10 +25,11 @@ _CPU_NAMESPACE = uuid.UUID("4f0a5c1e-6f0f-5a53-9d0e-6b6f6a2f7c11")
 def host_id() -> str:
     """32 hex digits; the same for all processes of a host that see the same `/dev/shm`, for as long as it is up.
 
-    Machine ids alone do not do: cloned images share one, and two containers of a host do too although each has a
-    `/dev/shm` of its own. So the kernel's boot id and the mount's device number are hashed with it.
+    The kernel's boot id and the mount's device number say it. Machine ids and host names do not: cloned images share
+    one, and containers that share a `/dev/shm` have different ones. They stand in where the kernel tells no boot id.
     """
-    parts = (_read(_MACHINE_ID) or socket.gethostname(), _read(_BOOT_ID), _mount(SHARED_MEMORY))
+    kernel = _read(_BOOT_ID) or _read(_MACHINE_ID) or socket.gethostname()
+    parts = (kernel, _mount(SHARED_MEMORY))
     return hashlib.sha256("\0".join(("weightplane-host-v1", *parts)).encode()).hexdigest()[:32]
 
 

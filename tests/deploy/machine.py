@@ -25,7 +25,7 @@ TREES = REPOSITORY / "build" / "deploy"
 """Where the tree that machines are copied from is kept: a debootstrap takes a minute."""
 SUITE = "bookworm"
 """Debian 12: its Python is 3.11, as this checkout's."""
-PACKAGES = "systemd,systemd-sysv,dbus,python3,procps"
+PACKAGES = "systemd,systemd-sysv,dbus,python3,python3-venv,procps"
 BOOT_SECONDS = 90.0
 PROGRAM = """#!/bin/sh
 export PYTHONPATH=/srv/weightplane:/srv/weightplane/protos:/srv/site-packages PYTHONDONTWRITEBYTECODE=1
