@@ -96,7 +96,8 @@ def test_the_image_says_how_it_runs_and_how_it_is_probed(store: Store) -> None:
 def test_the_image_has_what_a_coordinator_needs_and_no_torch(root: Path) -> None:
     assert printed(root, "/usr/bin/id", "-u") == "10001"
     assert "Carries weights" in printed(root, WEIGHTPLANE, "--help")
-    looked = printed(root, "/opt/weightplane/bin/python", "-c", "import importlib.util as i; print(i.find_spec('torch'))")
+    looks = "import importlib.util as i; print(i.find_spec('torch'))"
+    looked = printed(root, "/opt/weightplane/bin/python", "-c", looks)
     assert looked == "None"
     size = sum(p.stat().st_size for p in (root / "opt/weightplane").rglob("*") if p.is_file() and not p.is_symlink())
     print(f"  {IMAGE}: {size / 2**20:.0f} MiB beside its base image")
