@@ -26,6 +26,7 @@ POINTS = (
     "engine.mid_read",
     "engine.before_install",
     "engine.mid_install",
+    "engine.mid_streaming",
     "engine.after_install",
     "engine.mid_sleep",
     "engine.mid_wake",

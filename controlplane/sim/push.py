@@ -10,7 +10,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
-from controlplane.core.plan import Assignment, Transport
+from controlplane.core.plan import Apply, Assignment, Transport
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
 from controlplane.sim.coordinator import Begun, Watch
@@ -179,6 +179,9 @@ class Feed:
         self.required = assignment.required
         self._incarnation = assignment.engine.incarnation
         self._transport = assignment.transport
+        self._streams = assignment.apply is Apply.STREAMING
+        """The engine installs chunks as they come, after go; else all are there before it says ready."""
+        self._sent = 0
         self._stream: Stream | None = None
         self._remote: list[UpdateStream] = []
         self.ready = False
@@ -196,13 +199,14 @@ class Feed:
         if stream is None:
             self.push.retry(self.open)
             return
-        self._stream, self.ready = stream, False
+        self._stream, self.ready, self._sent = stream, False, 0
         remote = self._remote = []
         stream.on_client_end = lambda error: self._failed(stream, error)
         writer = Writer(
             lambda layout, attached: self._accepted(stream, layout, attached),
             lambda: self._got_ready(stream),
             lambda: self._applied(stream),
+            lambda: self._released(stream),
         )
         stream.to_server(lambda: self._deliver_open(agent.present, stream, remote, writer))
 
@@ -225,6 +229,7 @@ class Feed:
             len(self.push.layout.tensors),
             self.push.layout.byte_count,
             engine_id=self.engine_id,
+            streaming=self._streams,
         )
 
     def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:
@@ -240,9 +245,14 @@ class Feed:
         if layout_needed:
             layout = self.push.layout
             self._to_agent(stream, lambda s: s.layout(lambda: layout))
-        for frame in self._chunks():
-            self.world.faults.point(self.push.trainer, "trainer.between_chunks")
-            self._to_agent(stream, lambda s, frame=frame: s.chunk(frame))  # type: ignore[misc]
+        if not self._streams:
+            for frame in self._chunks():
+                self._send(stream, frame)
+
+    def _send(self, stream: Stream, frame: ChunkFrame) -> None:
+        self.world.faults.point(self.push.trainer, "trainer.between_chunks")
+        self._sent += 1
+        self._to_agent(stream, lambda s: s.chunk(frame))
 
     def _chunks(self) -> list[ChunkFrame]:
         """One tensor each, the first in two parts."""
@@ -273,10 +283,27 @@ class Feed:
                 self.commit()
 
     def commit(self) -> None:
-        """GO was told: the commit frame goes as soon as the engine is ready."""
+        """GO was told: the commit frame goes as soon as the engine is ready; to one that streams, chunks before it."""
         stream = self._stream
         if stream is None or not self.ready or self._committed or not self.working:
             return
+        if self._streams:
+            if not self._sent:
+                self._send(stream, self._chunks()[0])
+            return
+        self._commit(stream)
+
+    def _released(self, stream: Stream) -> None:
+        """One is in: the next one goes, and after the last one the commit frame."""
+        if stream is not self._stream or not self.working:
+            return
+        chunks = self._chunks()
+        if self._sent < len(chunks):
+            self._send(stream, chunks[self._sent])
+        else:
+            self._commit(stream)
+
+    def _commit(self, stream: Stream) -> None:
         self.world.faults.point(self.push.trainer, "trainer.before_commit")
         self._committed = True
         version, digest, size = self.begun.version, digest_of(self.push.content), self.push.layout.byte_count
@@ -298,8 +325,9 @@ class Feed:
         if broken and self._transport is Transport.BROADCAST:
             failed = fe.Avoided(self.engine_id, self._incarnation, self._transport, str(error))
             self.push.trainer.broken[self.engine_id, self._incarnation] = failed
+        in_the_weights = self._streams and bool(self._sent)  # it is poisoned, or about to be: the next push heals it
         passing = isinstance(error, (e.NotWelcomed, e.UpdateInProgress, e.UpdateAborted)) and not self._committed
-        if broken or passing:
+        if (broken or passing) and not in_the_weights:
             self.push.retry(self.open)
         else:
             self.working = False

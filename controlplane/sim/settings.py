@@ -93,6 +93,8 @@ class SimSettings:
     """The policy's engines serve in pairs; None: the seed chooses."""
     lends: bool | None = None
     """Trainers share devices with engines, which sleep while they train; None: the seed chooses."""
+    streaming: int | None = None
+    """How many of each trained model's engines install updates as they come; None: the seed chooses."""
     checkpoints: bool = True
     """Trainers write what they pushed where engines can read it."""
     run_id: RunId = RUN

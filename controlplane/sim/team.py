@@ -20,9 +20,11 @@ MAX_UNITS = 8
 class Team:
     """A frozen model has no trainers: its engines serve what they loaded."""
 
-    def __init__(self, world: World, spec: ModelSpec, engines: int, *, units: bool, lends: bool) -> None:
+    def __init__(
+        self, world: World, spec: ModelSpec, engines: int, *, units: bool, lends: bool, streaming: int
+    ) -> None:
         """`units`: the engines serve in pairs, those beyond MAX_UNITS alone. `lends`: half of them share their
-        trainer's devices, and sleep while it trains."""
+        trainer's devices, and sleep while it trains. `streaming`: so many install updates as they come."""
         self.world = world
         self.spec = spec
         self.borrows = False
@@ -30,7 +32,7 @@ class Team:
         self.rests = False
         """Its trainers push nothing now."""
         content = world.next_content() if spec.frozen else None
-        seats = [self._seat(i, engines if units else 0) for i in range(engines)]
+        seats = [self._seat(i, engines if units else 0, streaming=i < streaming) for i in range(engines)]
         self.agents = {seat.name: Agent(world, spec, seat, content) for seat in seats}
         self.shared = list(self.agents.values())[: (engines + 1) // 2] if lends else []
         """Engines on the devices of whoever trains the model."""
@@ -38,13 +40,13 @@ class Team:
         """Those that were not fenced."""
         self._trainers_made = 0
 
-    def _seat(self, index: int, in_units: int) -> Seat:
+    def _seat(self, index: int, in_units: int, *, streaming: bool) -> Seat:
         name = f"{self.spec.prefix}e{index}"
         grouped = self.spec.prefix == "" and bool(self.world.policy.min_engines)
         group = GROUPS[index % len(GROUPS)] if grouped else ""
         paired = index // UNIT_SIZE < min(in_units // UNIT_SIZE, MAX_UNITS)
         unit = f"pair{index // UNIT_SIZE}" if paired else ""  # of the model: others have units of that name too
-        return Seat(name, (f"gpu-{name}",), group, unit, UNIT_SIZE if paired else 0)
+        return Seat(name, (f"gpu-{name}",), group, unit, UNIT_SIZE if paired else 0, streaming)
 
     @property
     def served(self) -> tuple[WeightVersion, ...]:

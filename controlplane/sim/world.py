@@ -67,10 +67,19 @@ class World:
         units, lends = rng.random() < UNITS_CHANCE, rng.random() < LENDS_CHANCE
         units = units if self.settings.units is None else self.settings.units
         lends = lends if self.settings.lends is None else self.settings.lends
-        team = Team(self, spec, count, units=units and not spec.frozen, lends=lends and not spec.frozen)
+        streaming = self._streaming(count)
+        trained = not spec.frozen
+        team = Team(self, spec, count, units=units and trained, lends=lends and trained, streaming=streaming * trained)
         for agent in team.agents.values():
             self.witness.met(agent)
         return team
+
+    def _streaming(self, count: int) -> int:
+        """Beside staged engines they get whole versions, unless their devices are their trainer's; so mostly all or
+        none of them stream."""
+        rng = self.kernel.rng
+        chosen = rng.choice((0, count, rng.randint(0, count)))
+        return chosen if self.settings.streaming is None else self.settings.streaming
 
     def start(self, *, trainer: bool = True) -> None:
         """Everything comes up at once."""
