@@ -54,6 +54,7 @@ def lies(life: Life, version: WeightVersion) -> dict[str, Lie]:
         **_strangers(life, version),
         **_coordinators(life, version),
         **_deltas(life),
+        **_streaming(life, version),
         **_streams(life, version),
         **_layouts(life),
     }
@@ -91,6 +92,24 @@ def _deltas(life: Life) -> dict[str, Lie]:
     lies = {"BASE_MISMATCH": other}
     if isinstance(weights, Held):
         lies["UNSUPPORTED_BY_ENGINE"] = Lie({"base": weights})
+    return lies
+
+
+def _streaming(life: Life, version: WeightVersion) -> dict[str, Lie]:
+    """None of it comes to a chunk that the engine would install."""
+    if not life.agent.seat.streaming:
+        return {"to be streamed": Lie({"streaming": True})}
+    layout, weights = _layout_if_needed(life), life.core.state.weights
+    lies = {
+        "a stream of another layout": Lie({"streaming": True, "layout_digest": b"x" * 32}, (layout,)),
+        "a chunk before the layout": Lie({"streaming": True, "layout_digest": b"x" * 32}, (_chunk(life, version, 0),)),
+        "a chunk of another version": Lie({"streaming": True}, (layout, _chunk(life, WeightVersion(3, Term(0)), 0))),
+        "a commit without a chunk": Lie({"streaming": True}, (layout, lambda s: s.commit(version, 0, 0, b"y" * 32))),
+        "a stream that is given up": Lie({"streaming": True}, (layout, lambda s: s.abort("no reason"))),
+        "a stream that is silent": Lie({"streaming": True}, (layout,)),
+    }
+    if isinstance(weights, Held):
+        lies["a delta to be streamed"] = Lie({"streaming": True, "base": weights})
     return lies
 
 

@@ -27,6 +27,10 @@ RETRY_SECONDS = (0.1, 0.6)
 REFUSAL_SECONDS = 0.5
 STRAGGLER_SECONDS = 1.5
 """After a decision: how long engines that it did not wait for may take."""
+AWAITED_SECONDS = 10.0
+"""The same, of one that is awaited and streams: its bytes come after go, so only then is it waited for."""
+LOOK_SECONDS = 0.1
+NOBODY: frozenset[EngineId] = frozenset()
 COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
 """Phases in which a commit frame may go."""
 
@@ -119,11 +123,11 @@ class Push:
 
     def _watch_failed(self, error: e.WeightplaneError) -> None:
         if isinstance(error, e.UnknownUpdate):
-            self._told(Phase.FAILED, frozenset())
+            self._told(Phase.FAILED)
         elif not self.over:
             self.retry(self._watch)
 
-    def _told(self, phase: Phase, lost: frozenset[EngineId]) -> None:
+    def _told(self, phase: Phase, lost: frozenset[EngineId] = NOBODY, awaited: frozenset[EngineId] = NOBODY) -> None:
         if self.over or self.phase.final:
             return
         self.phase = phase
@@ -133,8 +137,15 @@ class Push:
             elif phase.final:
                 feed.abort(f"the update is {phase.value}")
         if phase.final:
-            waiting = any(f.working for f in self.feeds)
-            self.after(STRAGGLER_SECONDS if waiting and phase in COMMITS else 0.0, self._end)
+            patient = any(f.streams and f.engine_id in awaited for f in self.feeds)
+            limit = AWAITED_SECONDS if patient else STRAGGLER_SECONDS
+            self._wait_for_stragglers(self.world.kernel.now + limit if phase in COMMITS else 0.0)
+
+    def _wait_for_stragglers(self, until: float) -> None:
+        if any(f.working for f in self.feeds) and self.world.kernel.now < until:
+            self.after(LOOK_SECONDS, lambda: self._wait_for_stragglers(until))
+        else:
+            self._end()
 
     def refused(self) -> None:
         """An engine would not take it: where it is required and no other moves, going on is senseless."""
@@ -158,7 +169,7 @@ class Push:
             return
         coordinator, update_id = self.world.coordinator, self.begun.update_id
         request = fe.AbortRequested(self.world.settings.run_id, update_id, self.trainer.term, reason)
-        stream.to_server(lambda: coordinator.abort(stream, request, lambda phase: self._told(phase, frozenset())))
+        stream.to_server(lambda: coordinator.abort(stream, request, self._told))
 
     def _end(self) -> None:
         for feed in self.feeds:
@@ -179,7 +190,7 @@ class Feed:
         self.required = assignment.required
         self._incarnation = assignment.engine.incarnation
         self._transport = assignment.transport
-        self._streams = assignment.apply is Apply.STREAMING
+        self.streams = assignment.apply is Apply.STREAMING
         """The engine installs chunks as they come, after go; else all are there before it says ready."""
         self._sent = 0
         self._stream: Stream | None = None
@@ -229,7 +240,7 @@ class Feed:
             len(self.push.layout.tensors),
             self.push.layout.byte_count,
             engine_id=self.engine_id,
-            streaming=self._streams,
+            streaming=self.streams,
         )
 
     def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:
@@ -245,7 +256,7 @@ class Feed:
         if layout_needed:
             layout = self.push.layout
             self._to_agent(stream, lambda s: s.layout(lambda: layout))
-        if not self._streams:
+        if not self.streams:
             for frame in self._chunks():
                 self._send(stream, frame)
 
@@ -287,7 +298,7 @@ class Feed:
         stream = self._stream
         if stream is None or not self.ready or self._committed or not self.working:
             return
-        if self._streams:
+        if self.streams:
             if not self._sent:
                 self._send(stream, self._chunks()[0])
             return
@@ -325,7 +336,7 @@ class Feed:
         if broken and self._transport is Transport.BROADCAST:
             failed = fe.Avoided(self.engine_id, self._incarnation, self._transport, str(error))
             self.push.trainer.broken[self.engine_id, self._incarnation] = failed
-        in_the_weights = self._streams and bool(self._sent)  # it is poisoned, or about to be: the next push heals it
+        in_the_weights = self.streams and bool(self._sent)  # it is poisoned, or about to be: the next push heals it
         passing = isinstance(error, (e.NotWelcomed, e.UpdateInProgress, e.UpdateAborted)) and not self._committed
         if (broken or passing) and not in_the_weights:
             self.push.retry(self.open)
@@ -342,6 +353,11 @@ class Feed:
         if not self._committed:
             self._to_agent(stream, lambda s: s.abort(reason))
         self.push.trainer.after(0.5, stream.cancel)
+
+    def cut(self) -> None:
+        """Its connection breaks."""
+        if self._stream is not None:
+            self._stream.cut()
 
     def again(self) -> None:
         """The same update is opened a second time, while the first stream goes on by itself."""

@@ -139,7 +139,7 @@ class EngineWitness(Truth):
         self.check(good, "INV-9", f"{update.update_id} goes into {life} before go")
         self._check_writer(life, update.writer_term, by_coordinator=update.by_coordinator)
         self.check(life.notes.welcomed, "INV-7", f"{life} installs before a welcome")
-        life.notes.held_before_install, life.notes.committed = update.held_before, None
+        life.notes.held_before_install, life.notes.committed = life.core.state.weights, None
 
     def _check_commit(self, life: Life, event: ee.Event, update: ee.Update) -> None:
         what = "ended" if update.streaming else "began"

@@ -14,6 +14,7 @@ from controlplane.sim.scenarios import (
     models,
     restarts,
     sleep,
+    streaming,
     terms,
 )
 from controlplane.sim.scenarios.stage import SCENARIOS, Scenario
@@ -30,5 +31,6 @@ __all__ = [
     "models",
     "restarts",
     "sleep",
+    "streaming",
     "terms",
 ]
