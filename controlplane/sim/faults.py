@@ -232,6 +232,9 @@ class Faults:
         team = self._rng.choice(list(self.world.teams.values()))
         self.world.people.roll_back(team, twice=self._rng.random() < 0.3)
 
+    def _keep(self) -> None:
+        self.world.people.keep(self._rng.choice(list(self.world.teams.values())))
+
     def _lose_a_checkpoint(self) -> None:
         """Deleted, or written over, and nobody is told."""
         names = self.world.shelf.names()
@@ -283,6 +286,7 @@ _KINDS = {
     "sleep": Faults._sleep,
     "drain": Faults._drain,
     "roll back": Faults._roll_back,
+    "keep": Faults._keep,
     "lose a checkpoint": Faults._lose_a_checkpoint,
     "rogue": Faults._rogue,
     "spans disagree": Faults._spans,

@@ -68,6 +68,7 @@ CHANCES: Mapping[str, float] = {
     "sleep": 0.12,
     "drain": 0.08,
     "roll back": 0.08,
+    "keep": 0.2,
     "lose a checkpoint": 0.05,
     "rogue": 0.30,
     "spans disagree": 0.02,

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.core.versions import WeightVersion
 from controlplane.sim.agent import Agent, Seat
-from controlplane.sim.settings import GROUPS, ModelSpec
+from controlplane.sim.settings import GROUPS, ModelSpec, digest_of
 from controlplane.sim.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -75,16 +75,34 @@ class Team:
     # ---- how it is ----
 
     def well(self, above: int = 0) -> bool:
-        """Every engine serves a version above that number, and is routed to."""
-        core = self.world.coordinator.core
+        """Every engine serves what it is to serve, and is routed to: a version above that number, or one that it stays
+        at."""
+        stays = self.world.coordinator.ledger.kept.stays
         if not self.world.coordinator.up or not self.agents:
             return False
-        if not any(v.number > above or self.spec.frozen for v in self.served):
+        moves = not self.spec.frozen and any(a.engine_id not in stays for a in self.agents.values())
+        if not self.served or (moves and max(self.served).number <= above):
             return False
-        return all(
-            a.up and a.present.open and a.name in core.engines and core.routable(core.engines[a.engine_id])
-            for a in self.agents.values()
-        )
+        return all(self._is_lit(a) or self._is_out_of_reach(a) for a in self.agents.values())
+
+    def _is_lit(self, agent: Agent) -> bool:
+        """It serves what it is to serve, and is routed to."""
+        core, kept = self.world.coordinator.core, self.world.coordinator.ledger.kept.stays.get(agent.engine_id)
+        if kept is not None and not agent.seat.unit and agent.present.core.state.applied != kept.version:
+            return False
+        known = agent.up and agent.name in core.engines
+        return known and agent.present.open and core.routable(core.engines[agent.engine_id])
+
+    def _is_out_of_reach(self, agent: Agent) -> bool:
+        """It is to stay at a version that nobody can bring to it: its files are gone, or this life went past it."""
+        kept, state = self.world.coordinator.ledger.kept.stays.get(agent.engine_id), agent.present.core.state
+        if kept is None or not agent.up:
+            return False
+        known = self.world.coordinator.core.model(self.spec.name).checkpoints.get(kept.version.number)
+        written = None if known is None else self.world.shelf.get(known.name)
+        lies_there = written is not None and digest_of(written.content) == kept.content_digest
+        past = state.applied is not None and state.applied.number > kept.version.number
+        return not lies_there or past
 
     def describe(self) -> str:
         core = self.world.coordinator.core

@@ -97,7 +97,7 @@ class FleetWitness(RecordWitness):
             self.check(record.session == last.session, "INV-8", f"{engine_id}'s session is another's")
             silent = self._kernel.now - last.at
             self.check(silent <= self._ttl + 1e-6, "INV-8", f"{engine_id} was silent for {silent} s and is not UNKNOWN")
-        self._check_route(coordinator, engine_id, coordinator.core.model(last.state.model).served)
+        self._check_route(coordinator, engine_id)
 
     def told_ways(self, plan: Plan, avoid: Sequence[fe.Avoided]) -> None:
         """A plan is told: each engine is in it once, and no way that the request said does not work."""
@@ -110,12 +110,17 @@ class FleetWitness(RecordWitness):
 
     def gives_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """To a client: by what is on the disk."""
-        model = self.delivered[engine_id].state.model
-        self._check_route(coordinator, engine_id, coordinator.ledger.kept.served.get(model, ()))
+        self._check_route(coordinator, engine_id)
 
-    def _check_route(self, coordinator: Coordinator, engine_id: EngineId, served: tuple[WeightVersion, ...]) -> None:
+    def _may_serve(self, coordinator: Coordinator, engine_id: EngineId) -> tuple[WeightVersion, ...]:
+        """By what is on the disk: what the fleet serves, or what that engine stays at."""
+        kept, last = coordinator.ledger.kept, self.delivered[engine_id]
+        stays = None if last.place.unit else kept.stays.get(engine_id)
+        return kept.served.get(last.state.model, ()) if stays is None else (stays.version,)
+
+    def _check_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """INV-10: the engine, and its whole unit, serve one version."""
-        core = coordinator.core
+        core, served = coordinator.core, self._may_serve(coordinator, engine_id)
         if not core.routable(core.engines[engine_id]):
             return
         last = self.delivered[engine_id]
@@ -171,8 +176,10 @@ class FleetWitness(RecordWitness):
             shared = [r for r in lent.ranks if r.device_uuid in last.place.device_uuids]
             self.check(not shared, "devices", f"{carry.update_id} goes to {last.place}, whose devices are lent")
         if not carry.waits_for_go:
-            self.check(carry.version in kept.served.get(model, ()), "INV-7", f"{carry} is not served")
-            self.check(core.open_update(model) is None, "INV-7", f"{carry.update_id} begins in an update")
+            may = self._may_serve(coordinator, carry.engine.engine_id)
+            self.check(carry.version in may, "INV-7", f"{carry} is not served")
+            stays = carry.engine.engine_id in kept.stays
+            self.check(stays or core.open_update(model) is None, "INV-7", f"{carry.update_id} begins in an update")
             self.check(not core.recovering, "restart", f"{carry.update_id} begins before the fleet is known")
 
     # ---- decisions ----
@@ -203,6 +210,8 @@ class FleetWitness(RecordWitness):
                     missing = self._apart(coordinator, own.place, version, open_too=False)
                     self.check(not missing, "units", f"{own.place.engine_id} is told to serve {version}: {missing}")
             else:
+                if own is not None and own.session == session and own.state.model == model.name:
+                    whole = set(self._may_serve(coordinator, own.place.engine_id))
                 self.check(told == whole, "INV-9", f"{told} is told, {on_disk} is on disk")
             self.check(model.term == kept.terms.get(model.name, 0), "INV-9", f"term {model.term} is told, not written")
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from controlplane.core.engine_state import Stage
 from controlplane.core.fleet_records import (
+    CheckpointGone,
     CheckpointKept,
+    EngineKept,
     FloorRaised,
     FrozenServed,
     Record,
@@ -74,7 +76,7 @@ class RecordWitness(Truth):
                 fresh = record.term > self._highest_terms.get(record.model, Term(0)) or self.ledger_restored
                 self.check(fresh, "INV-7", f"term {record.term} is given twice")
             case UpdateBegan():
-                self._check_began(record)
+                self._check_began(coordinator, record)
             case UpdateWentGo():
                 same_life = self._began_in.get(record.update_id) == coordinator.life
                 self.check(same_life, "restart", f"{record.update_id} had no go when the coordinator died, and got one")
@@ -89,12 +91,22 @@ class RecordWitness(Truth):
                 known = self.truth.get((record.model, FROZEN), record.content_digest)
                 good = record.content_digest == known and self.loaded(record.model, known)
                 self.check(good, "frozen", f"{record} is not what its engines loaded")
+            case CheckpointGone():
+                stays = coordinator.ledger.kept.stays.values()
+                used = [k for k in stays if (k.model, k.version.number) == (record.model, record.number)]
+                self.check(not used, "keeps", f"{record} is gone, where {used} may be needed")
+            case EngineKept():
+                known = self.truth.get((record.model, record.version))
+                self.check(record.content_digest == known, "keeps", f"{record} is not what was written")
             case FloorRaised():
                 self._check_floor(coordinator, record)
             case _:
                 pass
 
-    def _check_began(self, record: UpdateBegan) -> None:
+    def _check_began(self, coordinator: Coordinator, record: UpdateBegan) -> None:
+        stays = coordinator.ledger.kept.stays
+        wrong = [a.engine_id for a in record.engines if a.engine_id in stays and not a.unit]
+        self.check(not wrong, "keeps", f"{record.update_id} goes to {wrong}, which stay at a version")
         number = record.version.number
         fresh = number > self._highest_number or self.ledger_restored
         self.check(fresh, "versions", f"number {number} is given after {self._highest_number}")

@@ -130,8 +130,16 @@ class World:
                 raise Violation("liveness", f"not within {limit} s: {what}; {self.describe()}")
 
     def settle(self) -> None:
-        """Faults stop; then every engine serves a version that was committed since, within the limit."""
+        """Faults stop; then every engine serves what it is to serve, within the limit: a version that was committed
+        since, or the one that it stays at. Then those are released, and serve such a version too."""
         self.faults.stop()
+        if self.coordinator.ledger.kept.stays:
+            self._settle()
+        self.people.releases = True
+        self.run_until(lambda: not self.coordinator.ledger.kept.stays, 10.0, "every engine is released")
+        self._settle()
+
+    def _settle(self) -> None:
         number = max((v.number for team in self.teams.values() for v in team.served), default=0)
         for team in self.teams.values():
             if not team.trainers and not team.spec.frozen:

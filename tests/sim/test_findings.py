@@ -361,6 +361,25 @@ def test_inv10_units_of_two_models_may_have_one_name() -> None:
     assert f.core.served_to(engines["d"], POLICY) == ()
 
 
+# ---- found with engines that stay at a version ----
+
+
+def test_inv10_a_keep_that_was_made_before_its_engine_came_does_not_part_a_unit() -> None:
+    """The unit has one gate: its other member would never open it for what only the fleet serves."""
+    f = Fleet()
+    engines = {name: f.engine(name, unit="pd0", unit_size=2) for name in ("p", "d")}
+    f.trainer()
+    first = f.push("u1", engines)
+    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
+    f.handle(fe.SessionEnded(engines["d"], goodbye=True))
+    f.handle(fe.KeepRequested(RUN, EngineId("d"), POLICY, first.version.number))
+    engines["d"] = f.engine("d", incarnation="i2", unit="pd0", unit_size=2)
+    second = f.push("u2", engines)
+    assert sorted(second.outcomes) == ["d", "p"]
+    assert f.served == (second.version,)
+    assert all(f.core.served_to(session, POLICY) == (second.version,) for session in engines.values())
+
+
 def test_a_holder_is_what_its_last_report_says() -> None:
     """The frame of the findings above: a healthy engine does carry a commit."""
     f, engines = two()

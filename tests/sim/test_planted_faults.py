@@ -13,9 +13,9 @@ from controlplane.core import fleet_updates
 from controlplane.core.engine_core import EngineCore
 from controlplane.core.engine_state import Held, HoldKind, Poisoned, Residency
 from controlplane.core.fleet import FleetCore
-from controlplane.core.fleet_records import EngineRecord, UpdateDecided, UpdateWentGo
+from controlplane.core.fleet_records import EngineKept, EngineRecord, UpdateDecided, UpdateWentGo
 from controlplane.core.update_transaction import UpdateTransaction
-from controlplane.core.versions import ModelName, Term, WeightVersion
+from controlplane.core.versions import NO_TERM, ModelName, Term, WeightVersion
 from controlplane.sim.runner import run_scenario, run_seed
 from controlplane.sim.settings import SimSettings
 
@@ -237,6 +237,77 @@ class AnswersARequestTwice(FleetCore):
         return super().handle(event, now)
 
 
+class TheEndOfAStreamIsItsCommit(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        update = self.update
+        over = isinstance(event, ee.StreamEnded) and update is not None and update.stream == event.stream
+        if over and update is not None and update.streaming and update.verified and update.in_stream:
+            update.committed = True
+            return [ee.FinishStreaming(update.stream, update)]
+        return super().handle(event, now)
+
+
+class StreamsItselfToItsEnd(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        effects = super().handle(event, now)
+        update = self.update
+        if isinstance(event, ee.BytesVerified) and update is not None and update.streaming:
+            update.committed = True
+            effects.append(ee.FinishStreaming(update.stream, update))
+        return effects
+
+
+class LeavesAStreamToAFencedWriter(EngineCore):
+    def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[ee.Effect]:
+        update = self.update
+        if update is None or not (update.streaming and self.state.installing):
+            return super()._see_terms(term, coordinator_term)
+        self.term, self.coordinator_term = max(self.term, term), max(self.coordinator_term, coordinator_term)
+        return [self._remember()]
+
+    def _fence(self, writer_term: Term, *, by_coordinator: bool) -> e.StaleTerm | None:
+        streams = self.update is not None and self.update.streaming and self.state.installing
+        return None if streams else super()._fence(writer_term, by_coordinator=by_coordinator)
+
+
+class ACutStreamCostsNothing(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        update = self.update
+        if isinstance(event, ee.InstallEnded) and update is not None and update.cut:
+            event = replace(event, touched=False)
+        return super().handle(event, now)
+
+
+class NeverCutsAStream(EngineCore):
+    """What ends without a commit frame waits for one for ever."""
+
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        return [x for x in super().handle(event, now) if not isinstance(x, ee.CutStreaming)]
+
+
+class PlansForWhoStays(FleetCore):
+    def kept_at(self, record: EngineRecord) -> EngineKept | None:
+        return None
+
+
+class TellsWhoStaysWhatTheFleetServes(FleetCore):
+    def served_to(self, session: int, model: ModelName) -> tuple[WeightVersion, ...]:
+        record = self.of_session(session)
+        stays = record is not None and self.kept_at(record) is not None
+        return self.model(model).served if stays else super().served_to(session, model)
+
+
+class RetiresWhatIsStayedAt(FleetCore):
+    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+        if not isinstance(event, fe.CheckpointRetired):
+            return super().handle(event, now)
+        kept, self.kept = self.kept, {}
+        try:
+            return super().handle(event, now)
+        finally:
+            self.kept = kept
+
+
 class KeepsAnyCheckpoint(FleetCore):
     def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
         if isinstance(event, fe.CheckpointPublished):
@@ -275,6 +346,10 @@ PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [
     (ServesUnitsApart, "units"),
     (RoutesUnitsApart, "units"),
     (RollsBackUnderAnOldNumber, "versions"),
+    (StreamsItselfToItsEnd, "INV-3"),
+    (NeverCutsAStream, "liveness"),
+    (PlansForWhoStays, "keeps"),
+    (TellsWhoStaysWhatTheFleetServes, "INV-9"),
 ]
 
 
@@ -308,6 +383,11 @@ IN_SCENARIOS: list[tuple[str, type[EngineCore] | type[FleetCore], str]] = [
     ("the_ledger_is_restored_from_an_older_copy_while_agents_restart_too", AcceptsALedgerBelowWhatAgentsSaw, "INV-7"),
     ("nobody_carries_to_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
     ("a_rollback_goes_around_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
+    ("a_stream_ends_between_its_last_chunk_and_its_commit", TheEndOfAStreamIsItsCommit, "INV-3"),
+    ("a_stream_breaks_in_the_middle_of_its_install", ACutStreamCostsNothing, "INV-1"),
+    ("a_writer_that_was_fenced_goes_on_sending", LeavesAStreamToAFencedWriter, "INV-7"),
+    ("a_checkpoint_that_an_engine_stays_at_is_not_retired", RetiresWhatIsStayedAt, "keeps"),
+    ("the_next_life_of_an_engine_that_stays_is_brought_to_its_version", NeverCarries, "liveness"),
     ("a_rollback_is_a_new_number", RollsBackUnderAnOldNumber, "versions"),
     ("a_repeated_begin_after_a_restart_gives_no_second_number", AnswersARequestTwice, "requests"),
 ]

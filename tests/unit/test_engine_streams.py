@@ -21,7 +21,7 @@ STAGED, STREAMING = weight_update_pb2.APPLY_STAGED, weight_update_pb2.APPLY_STRE
 def test_only_an_awaited_engine_whose_bytes_come_after_go_is_stayed_with_for_long(
     apply: weight_update_pb2.Apply.ValueType, awaited: bool, seconds: float
 ) -> None:
-    """A staged one has its bytes by then. A streaming one that is left in the middle of them is poisoned by each push."""
+    """A staged one has its bytes by then. A streaming one that is left in their middle is poisoned by each push."""
     engine = version_pb2.EngineRef(engine_id="e0", incarnation="i1")
     assignments = [fleet_pb2.Assignment(engine=engine, apply=apply)]
     state = fleet_pb2.UpdateState(engines=[fleet_pb2.EngineOutcome(engine=engine, awaited=awaited)])
