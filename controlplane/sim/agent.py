@@ -214,7 +214,7 @@ class Life:
         self.agent.after(self.world.kernel.rng.uniform(0.1, 1.0), self.agent.new_life)
 
     def devices_given(self, owner: str) -> None:
-        """The owner of a sleep wakes an engine that died in it: a fresh one may take the devices."""
+        """The owner of a sleep wakes an engine that died in it, whole: a fresh one may take the devices."""
         if self.waits and owner == self.core.state.held_by(HoldKind.ASLEEP):
             self.waits = False
             self._replaced()

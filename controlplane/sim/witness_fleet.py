@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
-from controlplane.core.engine_state import EngineState, HoldKind, Residency
+from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
 from controlplane.core.plan import EnginePlace, Plan, RankPlace
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, Term, WeightVersion
@@ -15,6 +16,9 @@ from controlplane.sim.witness_records import RecordWitness
 
 if TYPE_CHECKING:
     from controlplane.sim.coordinator import Coordinator, FleetNews
+
+
+IN_THE_WEIGHTS = (Stage.INSTALLING, Stage.APPLIED, Stage.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class FleetWitness(RecordWitness):
                 self._note_trainer(event, effects)
             case fe.TrainerReported():
                 self._note_lending(event)
+            case fe.CarryEnded(update_id, engine_id, e.EngineDraining()) if update_id in self.drained:
+                self.drained[update_id].add(engine_id)
             case fe.Tick():
                 for engine_id in core.engines:
                     self._check_record(coordinator, engine_id)
@@ -77,6 +83,7 @@ class FleetWitness(RecordWitness):
         self.engine_of[event.session] = engine_id
         now = self._kernel.now
         self.delivered[engine_id] = Delivered(event.session, event.place, event.state, event.gate_open, now)
+        self._note_drain(event.state)
         self._check_record(coordinator, engine_id)
 
     def _note_report(self, coordinator: Coordinator, event: fe.EngineReported) -> None:
@@ -87,7 +94,15 @@ class FleetWitness(RecordWitness):
             return
         self.check(last.state.incarnation == event.state.incarnation, "INV-8", "an old life's word was taken")
         self.delivered[engine_id] = replace(last, state=event.state, gate_open=event.gate_open, at=self._kernel.now)
+        self._note_drain(event.state)
         self._check_record(coordinator, engine_id)
+
+    def _note_drain(self, state: EngineState) -> None:
+        progress = state.progress
+        inside = progress.update_id if progress is not None and progress.stage in IN_THE_WEIGHTS else None
+        if state.held_by(HoldKind.DRAINING) is not None:
+            for update_id in self.drained.keys() - {inside}:
+                self.drained[update_id].add(state.engine_id)
 
     def _check_record(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """INV-8: what is known is what that incarnation said, and silence is UNKNOWN."""

@@ -50,6 +50,10 @@ class RecordWitness(Truth):
         self._highest_coordinator = 0
         self._began_in: dict[UpdateId, int] = {}
         self._phases: dict[UpdateId, Phase] = {}
+        self._asked: dict[UpdateId, dict[EngineId, str]] = {}
+        """Who was required when the update began, and of which unit."""
+        self.drained: dict[UpdateId, set[EngineId]] = {}
+        """Who said that it drains, with nothing of the update in it."""
 
     @abstractmethod
     def holders(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
@@ -153,6 +157,7 @@ class RecordWitness(Truth):
 
     def _check_enough(self, coordinator: Coordinator, update: UpdateTransaction) -> None:
         """Whole units for the quorum, and of each of the model's groups what the policy wants."""
+        self._check_left(update)
         policy, units = coordinator.world.policy, _units(update.required)
         said = sum(all(o.stage is Stage.APPLIED for o in unit) for unit in units)
         needed = policy.needed(len(units))
@@ -162,6 +167,15 @@ class RecordWitness(Truth):
             count = sum(o.stage is Stage.APPLIED and o.group == group for o in update.outcomes.values())
             wanted = policy.min_engines[group]
             self.check(count >= wanted, "INV-9", f"{update.update_id} is committed by {count} of {wanted} of {group}")
+
+    def _check_left(self, update: UpdateTransaction) -> None:
+        """Who is required no more drained, by its own word or as the member of such a unit; and somebody is left."""
+        asked, drained = self._asked.get(update.update_id, {}), self.drained.get(update.update_id, set())
+        units = {asked[i] for i in drained if asked.get(i)}
+        excused = drained | {i for i, unit in asked.items() if unit in units}
+        missing = asked.keys() - {o.engine_id for o in update.required} - excused
+        self.check(not missing, "INV-9", f"{update.update_id} is committed without {missing}")
+        self.check(bool(update.required), "INV-9", f"{update.update_id} is committed, and nobody was required")
 
     # ---- once it is on the disk ----
 
@@ -176,6 +190,8 @@ class RecordWitness(Truth):
                 self.answers[record.request_id] = record.version
                 self._began_in[record.update_id] = coordinator.life
                 self._phases[record.update_id] = Phase.PREPARING
+                self._asked[record.update_id] = {a.engine_id: a.unit for a in record.engines if a.required}
+                self.drained[record.update_id] = set()
                 if record.restores is not None:
                     self.wrote(record.model, record.version, self.truth[(record.model, record.restores)])
             case UpdateWentGo():
@@ -193,6 +209,9 @@ class RecordWitness(Truth):
         before = self._phases.get(update_id, Phase.PREPARING)
         self.check(not before.final, "INV-9", f"{update_id} was {before.value}, and is decided again")
         self.coverage.phases[(before, phase)] += 1
+        if phase.final:
+            self.drained.pop(update_id, None)
+            self._asked.pop(update_id, None)
         self._phases[update_id] = phase
 
     def _start_anew(self, record: FloorRaised) -> None:

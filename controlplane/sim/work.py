@@ -180,7 +180,8 @@ class EngineWork:
 
     def wake(self, event: ee.WakeRequested, told: Action) -> None:
         """Take the devices again; `told` when that is done. Raises the core's refusals."""
-        self._life.devices_given(event.owner)
+        if event.kv:
+            self._life.devices_given(event.owner)
         starts = any(isinstance(x, ee.StartWake) for x in self._life.apply(event))
         self._turns.take(lambda: self._wake(event.kv if starts else None, told))
 

@@ -325,10 +325,10 @@ def test_a_rollback_does_not_wait_for_an_engine_that_refused_it() -> None:
     f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
     f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
     rollback = f.core.updates[UpdateId("r")]
-    refused = e.EngineDraining(engine_id="e1", owner="ann")
+    refused = e.EngineAsleep(engine_id="e1", missing="the KV cache is")
     f.handle(fe.CarryEnded(UpdateId("r"), EngineId("e1"), refused))
     assert rollback.phase is Phase.FAILED
-    assert "draining" in rollback.cause
+    assert "KV cache" in rollback.cause
 
 
 def test_a_group_is_not_asked_of_a_model_whose_engines_are_not_in_it() -> None:

@@ -409,6 +409,13 @@ def test_a_joiner_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatc
     assert violation.invariant == "liveness"
 
 
+def test_a_commit_without_an_engine_that_did_not_drain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UpdateTransaction, "_drains", lambda self, state: state.progress is not None)
+    _, violation = run_scenario("one_of_n_installs_fails_after_go_under_all", 0, SimSettings())
+    assert violation is not None
+    assert violation.invariant == "INV-9", str(violation)
+
+
 def test_a_planted_old_coordinator_is_followed_only_by_the_planted_core() -> None:
     name = "an_old_coordinators_call_arrives_after_the_new_ones"
     _, violation = run_scenario(name, 0, SimSettings(engine_core=FollowsOldCoordinators))
