@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from controlplane.core import engine_events, errors, fleet_events
+from controlplane.core.engine_state import HoldKind
 from controlplane.core.engine_transitions import TABLE, Move
 from controlplane.core.plan import HOST_MEMORY, Transport
 from controlplane.core.update_transaction import PHASE_MOVES, Phase
@@ -25,10 +26,8 @@ NOT_HERE = {
     "DEVICE_HANDLES_MISSING": "said of device handles, which are not modelled",
     "LINK_FAILED": "said by the two ends of a link's process group; what plans avoid after it is modelled",
     "IPC_NOT_POSSIBLE": "said of device memory, which is not modelled",
-    "VERSION_CHANGED": "said of requests that are of one version or of none, which are not modelled",
     "REQUEST_ABORTED": "said of scores, which are not modelled",
     "SCORE_INCOMPLETE": "said of scores, which are not modelled",
-    "CANARY_DISAGREES": "said to people of an outcome; the doubt itself is an event of the engine, which is counted",
     "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }
@@ -46,6 +45,7 @@ class Coverage:
     phases: Counter[tuple[Phase, Phase]] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     points: Counter[str] = field(default_factory=Counter)
+    holds: Counter[HoldKind] = field(default_factory=Counter)
     ways: Counter[Transport] = field(default_factory=Counter)
     """What plans took, for one engine each."""
 
@@ -56,6 +56,7 @@ class Coverage:
         self.phases += other.phases
         self.reasons += other.reasons
         self.points += other.points
+        self.holds += other.holds
         self.ways += other.ways
 
     def never(self, points: Iterable[str]) -> dict[str, list[str]]:
@@ -66,6 +67,7 @@ class Coverage:
             "engine transitions": sorted(map(str, TABLE - self.moves.keys())),
             "update phases": sorted(f"{a.value} → {b.value}" for a, b in PHASE_MOVES - self.phases.keys()),
             "error reasons": sorted(REASONS - self.reasons.keys()),
+            "holds": sorted(k.value for k in set(HoldKind) - self.holds.keys()),
             "transports": sorted(t.value for t in TRANSPORTS - self.ways.keys()),
             "fault points": sorted(set(points) - self.points.keys()),
         }

@@ -44,6 +44,7 @@ POINTS = (
 
 TROUBLED = tuple(ending for ending in InstallEnding if ending is not InstallEnding.WORKS)
 PAUSE_SECONDS = (0.2, 6.0)
+STALL_SECONDS = (0.2, 4.0)
 PARTITION_SECONDS = (0.5, 5.0)
 MAX_TRAINERS = 3
 """Of one model, at once."""
@@ -218,6 +219,11 @@ class Faults:
         if agent is not None:
             self.world.people.pause_engine(agent)
 
+    def _stall(self) -> None:
+        agent = self._agent()
+        if agent is not None:
+            agent.present.work.stall(self._rng.uniform(*STALL_SECONDS))
+
     def _sleep(self) -> None:
         agent = self._agent()
         if agent is not None:
@@ -283,6 +289,7 @@ _KINDS = {
     "kill an engine": Faults._kill_engine,
     "take over": Faults._take_over,
     "pause an engine": Faults._pause_engine,
+    "stall": Faults._stall,
     "sleep": Faults._sleep,
     "drain": Faults._drain,
     "roll back": Faults._roll_back,

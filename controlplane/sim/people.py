@@ -16,6 +16,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import HoldKind
 from controlplane.core.names import trainer_owner
+from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation
 from controlplane.sim.calls import Call
 from controlplane.sim.kernel import Action, Process, connect
@@ -33,6 +34,9 @@ LOOK_CHANCE = 0.3
 TWICE_CHANCE = 0.2
 STALE_CHANCE = 0.3
 RETRIES = 3
+FALLBACKS = (PauseMode.KEEP, PauseMode.ABORT)
+RESUMED = (HoldKind.OPERATOR, HoldKind.FINISHING, HoldKind.DRAINING)
+"""What ends with its owner's resume."""
 KEEP_SECONDS = (1.0, 8.0)
 KEEP_RETRY_SECONDS = 0.1
 KEEP_RETRIES = 20
@@ -57,7 +61,10 @@ class People(Process):
     # ---- holds ----
 
     def pause_engine(self, agent: Agent) -> None:
-        self._hold_for_a_while(agent, HoldKind.OPERATOR)
+        """In each of its modes; resumed now and then while requests are waited for."""
+        rng, owner = self.kernel.rng, self._name()
+        how = PausePolicy(rng.choice(list(PauseMode)), rng.uniform(0.0, 2.0), rng.choice(FALLBACKS))
+        self._while(agent, lambda life, told: life.work.pause(owner, how, told), _resume(owner))
 
     def drain(self, agent: Agent) -> None:
         self._hold_for_a_while(agent, HoldKind.DRAINING)
@@ -118,7 +125,7 @@ class People(Process):
             gone = hold.owner not in NAMES and hold.owner not in trainers
             if hold.kind is HoldKind.ASLEEP and (mine or gone):
                 self.call(agent, state.incarnation, _wake(hold.owner, kv=True))
-            elif hold.kind in (HoldKind.OPERATOR, HoldKind.DRAINING) and mine:
+            elif hold.kind in RESUMED and mine:
                 self.call(agent, state.incarnation, _hold(hold.kind, hold.owner, present=False))
 
     # ---- engines that stay at a version ----
@@ -181,6 +188,15 @@ class People(Process):
 def _hold(kind: HoldKind, owner: str, *, present: bool) -> Command:
     def act(life: Life, told: Action) -> None:
         life.hold(kind, owner, present=present)
+        told()
+
+    return act
+
+
+def _resume(owner: str) -> Command:
+    def act(life: Life, told: Action) -> None:
+        for kind in RESUMED:
+            life.hold(kind, owner, present=False)
         told()
 
     return act

@@ -10,6 +10,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
+from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.core.plan import Apply, Assignment, Transport
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
@@ -30,6 +31,12 @@ STRAGGLER_SECONDS = 1.5
 AWAITED_SECONDS = 10.0
 """The same, of one that is awaited and streams: its bytes come after go, so only then is it waited for."""
 LOOK_SECONDS = 0.1
+PAUSES = (
+    None,
+    PausePolicy(PauseMode.ABORT),
+    PausePolicy(PauseMode.WAIT, wait_seconds=0.6, fallback=PauseMode.KEEP),
+    PausePolicy(PauseMode.WAIT, wait_seconds=0.3, fallback=PauseMode.ABORT),
+)
 NOBODY: frozenset[EngineId] = frozenset()
 COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
 """Phases in which a commit frame may go."""
@@ -47,6 +54,8 @@ class Push:
         self.phase = Phase.PREPARING
         self.over = False
         self.feeds: list[Feed] = []
+        self.pause = self.world.kernel.rng.choice(PAUSES)
+        """What becomes of the requests in the engines."""
         self._request_id = f"{trainer.incarnation}:{trainer.step}:{self.content}"
         self._avoid = tuple(trainer.broken.values())
         """Of this request, also when it is repeated."""
@@ -241,6 +250,7 @@ class Feed:
             self.push.layout.byte_count,
             engine_id=self.engine_id,
             streaming=self.streams,
+            pause=self.push.pause,
         )
 
     def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:

@@ -65,6 +65,7 @@ CHANCES: Mapping[str, float] = {
     "kill an engine": 0.06,
     "take over": 0.05,
     "pause an engine": 0.10,
+    "stall": 0.08,
     "sleep": 0.12,
     "drain": 0.08,
     "roll back": 0.08,

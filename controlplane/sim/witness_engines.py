@@ -27,6 +27,8 @@ class EngineWitness(Truth):
         self.coverage.engine_events[type(event).__name__] += 1
         for move in moves(type(event), before, after):
             self.coverage.moves[move] += 1
+        for hold in after.holds - before.holds:
+            self.coverage.holds[hold.kind] += 1
         if isinstance(event, ee.FleetChanged):
             life.notes.told = event.served
         self._check_claim(life, event, before)
@@ -186,6 +188,11 @@ class EngineWitness(Truth):
         elif not state.installing:
             held = life.engine.content == self._true(life, event.version) and state.applied == event.version
             self.check(held, "INV-6", f"{life} answers {event.version} as done and does not hold it")
+
+    def heard_doubt(self, life: Life, version: WeightVersion) -> None:
+        """Equal engines contradict it, and it was told so: it does not serve that version a moment longer."""
+        held = life.core.state.applied == version
+        self.check(not held, "doubts", f"{life} is doubted, and holds {version} still")
 
     def install_begins(self, life: Life) -> None:
         """The first byte comes now."""

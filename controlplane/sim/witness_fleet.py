@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
+from controlplane.core.canary import AT_LEAST
 from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
 from controlplane.core.plan import EnginePlace, Plan, RankPlace
 from controlplane.core.update_transaction import Phase, UpdateTransaction
@@ -209,6 +211,23 @@ class FleetWitness(RecordWitness):
             return False
         alive = record.session is not None or self._kernel.now - last.at <= self._ttl + 1e-6
         return alive and last.state.applied == update.version
+
+    def contradicted(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]:
+        """Of at least three engines that hold its bytes, those that most of them contradict; all here are alike."""
+        there = {i: d.state for i, d in self.delivered.items() if self._heard(coordinator, i)}
+        said = {
+            i: (s.weights, s.canary.prompt_logprobs)
+            for i, s in there.items()
+            if s.model == update.model and s.applied == update.version and s.canary is not None
+        }
+        if len({weights for weights, _ in said.values()}) != 1 or len(said) < AT_LEAST:
+            return set()
+        most, count = Counter(said.values()).most_common(1)[0]
+        return {i for i, word in said.items() if word != most} if 2 * count > len(said) else set()
+
+    def _heard(self, coordinator: Coordinator, engine_id: EngineId) -> bool:
+        record = coordinator.core.engines.get(engine_id)
+        return record is not None and record.session is not None
 
     # ---- what the coordinator tells (INV-9: it is on the disk before) ----
 

@@ -58,6 +58,9 @@ class RecordWitness(Truth):
     @abstractmethod
     def holders(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
 
+    @abstractmethod
+    def contradicted(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
+
     def ledger_put_back(self, coordinator: Coordinator) -> None:
         """An older copy: what was decided since is open again."""
         self.ledger_restored = True
@@ -142,6 +145,8 @@ class RecordWitness(Truth):
     def _check_decision(self, coordinator: Coordinator, update: UpdateTransaction, record: UpdateDecided) -> None:
         """INV-9: by the reports of incarnations alive now, at least one; unless its version is served already."""
         rolled = record.update_id in coordinator.ledger.kept.rolled
+        for outcome in record.outcomes:
+            self.coverage.reasons.update([outcome.error_reason] if outcome.error_reason else [])
         if record.phase is Phase.FAILED:
             self.check(not rolled, "INV-9", f"{record.update_id} was served already, and is given up")
             return
@@ -152,6 +157,8 @@ class RecordWitness(Truth):
         if record.content_digest:
             known = self.truth.get((record.model, update.version))
             self.check(record.content_digest == known, "INV-6", f"{record.update_id} is other content than was sent")
+        trusted = {o.engine_id for o in record.outcomes if o.applied} & self.contradicted(coordinator, update)
+        self.check(not trusted, "doubts", f"{record.update_id} counts {trusted}, whom equal engines contradict")
         if record.phase is Phase.COMMITTED:
             self._check_enough(coordinator, update)
 

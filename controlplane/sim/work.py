@@ -9,8 +9,9 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.canary import Canary
 from controlplane.core.engine_sleep import owes_canary
-from controlplane.core.engine_state import LETS_FINISH, Poisoned, Residency, Timings
+from controlplane.core.engine_state import LETS_FINISH, Hold, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.engine_state import Life as LifeWord
+from controlplane.core.pauses import KEEP, PauseMode, PausePolicy
 from controlplane.sim.engine import InstallEnding, Turns
 from controlplane.sim.kernel import Action
 from controlplane.sim.streaming import StreamingInstall
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from controlplane.sim.agent import Life
 
 INSTALL_SECONDS = (0.02, 0.4)
+LOOK_SECONDS = 0.05
 SLEEP_SECONDS = (0.02, 0.4)
 USUAL, STRANGE = -1.0, -2.0
 """What a canary says."""
@@ -68,9 +70,26 @@ class EngineWork:
         self._streaming[stream].cut(error)
 
     def stand_still(self, update: ee.Update, then: Action) -> None:
-        """Stop the scheduler; `then` when no forward pass runs any more."""
+        """Let requests finish where they are waited for, and stop the scheduler; `then` when no forward pass runs any
+        more."""
         self._world.faults.point(self._life.agent, "engine.before_install")
+        pause = update.pause or KEEP
+        waits = pause.wait_seconds if pause.mode is PauseMode.WAIT and self.scheduler_runs else 0.0
+        self._let_finish(self._world.kernel.now + waits, lambda: self._stop_for(pause, then))
+
+    def _let_finish(self, until: float, then: Action) -> None:
+        """Nobody enters meanwhile. Somebody who keeps the gate shut and lets nobody finish ends the waiting."""
+        stops = any(h.kind not in LETS_FINISH | {HoldKind.UPDATING} for h in self._life.core.state.holds)
+        if stops or not self._life.requests.some or self._world.kernel.now >= until:
+            then()
+        else:
+            self._life.after(LOOK_SECONDS, lambda: self._let_finish(until, then))
+
+    def _stop_for(self, pause: PausePolicy, then: Action) -> None:
         self._stop_scheduler()
+        mode = pause.fallback if pause.mode is PauseMode.WAIT else pause.mode
+        if isinstance(self._life.core.state.weights, Poisoned) or mode is PauseMode.ABORT:
+            self._life.requests.abort_all()
         self._life.after(self._some(0.5), then)
 
     def install_seconds(self, part: float) -> float:
@@ -153,6 +172,45 @@ class EngineWork:
         self._streaming.pop(stream, None)
         self._life.drop(stream)
         self._turns.done()
+
+    # ---- pauses ----
+
+    def pause(self, owner: str, how: PausePolicy, told: Action) -> None:
+        """As `engine_agent.commands`: with WAIT those that are in finish first, or time is over; then it is held."""
+        operator, finishing = Hold(HoldKind.OPERATOR, owner), Hold(HoldKind.FINISHING, owner)
+
+        def hold() -> None:
+            if how.mode is PauseMode.WAIT and finishing not in self._life.core.state.holds:
+                told()  # its owner resumed meanwhile
+                return
+            self._life.apply(ee.HoldChanged(operator, True))
+            self._life.apply(ee.HoldChanged(finishing, False))
+            mode = how.fallback if how.mode is PauseMode.WAIT else how.mode
+            self._turns.take(lambda: self._held(abort=mode is PauseMode.ABORT, told=told))
+
+        if how.mode is PauseMode.WAIT:
+            self._life.apply(ee.HoldChanged(finishing, True))
+            self._let_finish(self._world.kernel.now + how.wait_seconds, hold)
+        else:
+            hold()
+
+    def _held(self, *, abort: bool, told: Action) -> None:
+        if abort and not self.scheduler_runs:
+            self._life.requests.abort_all()
+        told()
+        self._turns.done()
+
+    def stall(self, seconds: float) -> None:
+        """The engine's core answers nothing for so long: its agent holds the gate until it does (INV-10)."""
+        hold = Hold(HoldKind.STALLED, self._life.agent.name)
+        if self.idle and not self._engine.stalled:
+            self._engine.stalled = True
+            self._life.apply(ee.HoldChanged(hold, True))
+            self._life.after(seconds, lambda: self._answers(hold))
+
+    def _answers(self, hold: Hold) -> None:
+        self._engine.stalled = False
+        self._life.apply(ee.HoldChanged(hold, False))
 
     # ---- sleep ----
 

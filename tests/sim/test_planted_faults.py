@@ -8,8 +8,8 @@ import pytest
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_engines, fleet_updates
 from controlplane.core import fleet_events as fe
-from controlplane.core import fleet_updates
 from controlplane.core.engine_core import EngineCore
 from controlplane.core.engine_state import Held, HoldKind, Poisoned, Residency
 from controlplane.core.fleet import FleetCore
@@ -285,6 +285,11 @@ class NeverCutsAStream(EngineCore):
         return [x for x in super().handle(event, now) if not isinstance(x, ee.CutStreaming)]
 
 
+class HeedsNoDoubt(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        return [] if isinstance(event, ee.Doubted) else super().handle(event, now)
+
+
 class PlansForWhoStays(FleetCore):
     def kept_at(self, record: EngineRecord) -> EngineKept | None:
         return None
@@ -322,7 +327,6 @@ PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [
     (TheEndCommits, "INV-3"),
     (ResumesAfterAFailure, "INV-1"),
     (ForgetsPoison, "INV-11"),
-    (GoesBack, "INV-5"),
     (AnswersDone, "INV-6"),
     (ForgetsTerms, "INV-7"),
     (NeedsNoWelcome, "INV-7"),
@@ -383,6 +387,8 @@ IN_SCENARIOS: list[tuple[str, type[EngineCore] | type[FleetCore], str]] = [
     ("the_ledger_is_restored_from_an_older_copy_while_agents_restart_too", AcceptsALedgerBelowWhatAgentsSaw, "INV-7"),
     ("nobody_carries_to_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
     ("a_rollback_goes_around_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
+    ("every_lie_to_an_engine_meets_its_reason", GoesBack, "INV-5"),
+    ("one_of_three_equal_engines_says_something_else", HeedsNoDoubt, "doubts"),
     ("a_stream_ends_between_its_last_chunk_and_its_commit", TheEndOfAStreamIsItsCommit, "INV-3"),
     ("a_stream_breaks_in_the_middle_of_its_install", ACutStreamCostsNothing, "INV-1"),
     ("a_writer_that_was_fenced_goes_on_sending", LeavesAStreamToAFencedWriter, "INV-7"),
@@ -407,6 +413,13 @@ def test_a_joiner_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatc
     _, violation = run_scenario("a_joiner_slower_than_the_steps_is_waited_for", 0, SimSettings())
     assert violation is not None
     assert violation.invariant == "liveness"
+
+
+def test_a_decision_that_trusts_whom_equal_engines_contradict_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_engines, "judge_all", lambda book, model, now: [])
+    _, violation = run_scenario("one_of_three_equal_engines_says_something_else", 0, SimSettings())
+    assert violation is not None
+    assert violation.invariant == "doubts", str(violation)
 
 
 def test_a_commit_without_an_engine_that_did_not_drain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
