@@ -186,7 +186,7 @@ class EngineWork:
             self._life.apply(ee.HoldChanged(operator, True))
             self._life.apply(ee.HoldChanged(finishing, False))
             mode = how.fallback if how.mode is PauseMode.WAIT else how.mode
-            self._turns.take(lambda: self._held(abort=mode is PauseMode.ABORT, told=told))
+            self._turns.take(lambda: self._held(operator, abort=mode is PauseMode.ABORT, told=told))
 
         if how.mode is PauseMode.WAIT:
             self._life.apply(ee.HoldChanged(finishing, True))
@@ -194,8 +194,9 @@ class EngineWork:
         else:
             hold()
 
-    def _held(self, *, abort: bool, told: Action) -> None:
-        if abort and not self.scheduler_runs:
+    def _held(self, hold: Hold, *, abort: bool, told: Action) -> None:
+        if abort and hold in self._life.core.state.holds and self._life.running:
+            self._stop_scheduler()
             self._life.requests.abort_all()
         told()
         self._turns.done()

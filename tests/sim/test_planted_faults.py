@@ -344,7 +344,6 @@ PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [
     (FrozenTakesUpdates, "frozen"),
     (WakesForAnybody, "devices"),
     (SleepsNoMore, "sleep"),
-    (ObeysOldCoordinators, "INV-7"),
     (TakesAnyModel, "models"),
     (CarriesOntoLentDevices, "devices"),
     (ServesUnitsApart, "units"),
@@ -388,6 +387,7 @@ IN_SCENARIOS: list[tuple[str, type[EngineCore] | type[FleetCore], str]] = [
     ("nobody_carries_to_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
     ("a_rollback_goes_around_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
     ("every_lie_to_an_engine_meets_its_reason", GoesBack, "INV-5"),
+    ("every_lie_to_an_engine_meets_its_reason", ObeysOldCoordinators, "INV-7"),
     ("one_of_three_equal_engines_says_something_else", HeedsNoDoubt, "doubts"),
     ("a_stream_ends_between_its_last_chunk_and_its_commit", TheEndOfAStreamIsItsCommit, "INV-3"),
     ("a_stream_breaks_in_the_middle_of_its_install", ACutStreamCostsNothing, "INV-1"),
@@ -399,7 +399,7 @@ IN_SCENARIOS: list[tuple[str, type[EngineCore] | type[FleetCore], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "core", "invariant"), IN_SCENARIOS, ids=[n for n, _, _ in IN_SCENARIOS])
+@pytest.mark.parametrize(("name", "core", "invariant"), IN_SCENARIOS, ids=[c.__name__ for _, c, _ in IN_SCENARIOS])
 def test_a_planted_fault_is_caught_by_a_scenario(
     name: str, core: type[EngineCore] | type[FleetCore], invariant: str
 ) -> None:
@@ -416,7 +416,8 @@ def test_a_joiner_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_decision_that_trusts_whom_equal_engines_contradict_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_engines, "judge_all", lambda book, model, now: [])
+    for module in (fleet_engines, fleet_updates):
+        monkeypatch.setattr(module, "judge_all", lambda book, model, now: [])
     _, violation = run_scenario("one_of_three_equal_engines_says_something_else", 0, SimSettings())
     assert violation is not None
     assert violation.invariant == "doubts", str(violation)
