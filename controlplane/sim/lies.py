@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from controlplane.core import engine_events as ee
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import Held, Poisoned
-from controlplane.core.layout import DType, Layout, TensorSpec
+from controlplane.core.layout import DRAFT_ONLY, MODEL_ONLY, DType, Layout, TensorSpec
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
-from controlplane.sim.settings import MODELS, checksum, digest_of
+from controlplane.sim.settings import MODELS, ModelSpec, checksum, digest_of
 from controlplane.sim.update_stream import ChunkFrame, UpdateStream
 
 if TYPE_CHECKING:
@@ -146,6 +146,7 @@ def _layouts(life: Life) -> dict[str, Lie]:
         "SHAPE_MISMATCH": Layout((a, replace(b, shape=(4,)))),
         "DTYPE_MISMATCH": Layout((a, replace(b, dtype=DType.F32))),
         "FORMAT_MISMATCH": Layout((a, b), format="other"),
+        **_drafts(life.agent.spec, a, b),
         "another model's layout": next(s.layout for s in MODELS.values() if s is not life.agent.spec),
     }
     lies = {"LAYOUT_INVALID": Lie({"layout_digest": b"z" * 32}, (lambda s: s.layout(lambda: Layout((a, a))),))}
@@ -153,6 +154,18 @@ def _layouts(life: Life) -> dict[str, Lie]:
         changes: dict[str, object] = {"layout_digest": layout.digest, "byte_count": layout.byte_count}
         lies[reason] = Lie(changes, (lambda s, layout=layout: s.layout(lambda: layout),))  # type: ignore[misc]
     return lies
+
+
+def _drafts(spec: ModelSpec, a: TensorSpec, b: TensorSpec) -> dict[str, Layout]:
+    """A draft that the engine has not, or has otherwise: it is covered whole, or not mentioned."""
+    own = TensorSpec("draft:d", DType.BF16, (2,), DRAFT_ONLY)
+    if spec.layout.draft is None:
+        return {"a draft of one that has none": Layout((a, b, own))}
+    alone = replace(b, targets=MODEL_ONLY)
+    return {
+        "a tensor that its draft does not have": Layout((a, b, own)),
+        "a part of its draft": Layout((replace(a, targets=b.targets), alone)),
+    }
 
 
 def _layout_if_needed(life: Life) -> Frame:
