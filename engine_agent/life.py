@@ -348,8 +348,8 @@ class EngineLife:
 
     async def wake(self, event: events.WakeRequested) -> None:
         """Take the devices again; returns when that is done. Raises the core's refusals, EngineDied."""
-        if self.core.state.life is Life.DEAD and event.owner == self.core.state.held_by(HoldKind.ASLEEP):
-            self.devices_free.set()  # it died asleep: a fresh one may take them
+        if event.kv and self.core.state.life is Life.DEAD and event.owner == self.core.state.held_by(HoldKind.ASLEEP):
+            self.devices_free.set()  # it died asleep: a fresh one, which takes all of them, may start
         async with self._power:
             if any(isinstance(effect, events.StartWake) for effect in self.apply(event)):
                 await to_the_end(self._or_die(self._wake(event.kv)))

@@ -83,10 +83,11 @@ def difference(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return math.inf if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
-def judge(said: Mapping[EngineId, Canary], tolerance: float) -> Mapping[EngineId, str] | None:
+def judge(said: Mapping[EngineId, Canary], tolerance: float, silent: int = 0) -> Mapping[EngineId, str] | None:
     """Whom a strict majority contradicts, and how. None: there is no majority, and nothing is known.
 
-    `said`: by engines of one likeness that hold the same bytes.
+    `said`: by engines of one likeness that hold the same bytes. `silent`: how many more are about to: a majority is one
+    of them all, whatever they will say.
     """
     if len(said) < AT_LEAST:
         return None
@@ -95,7 +96,7 @@ def judge(said: Mapping[EngineId, Canary], tolerance: float) -> Mapping[EngineId
         for name, canary in said.items()
     }
     middle = min(sides, key=lambda name: (-len(sides[name]), name))
-    if 2 * len(sides[middle]) <= len(said):
+    if 2 * len(sides[middle]) <= len(said) + silent:
         return None
     agreed = f"{len(sides[middle])} of {len(said)} equal engines"
     return {

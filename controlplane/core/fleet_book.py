@@ -228,9 +228,10 @@ class Book:
         return tuple(v for v in served if whole and all(r.state.applied == v for r in unit))
 
     def kept_at(self, record: EngineRecord) -> EngineKept | None:
-        """The version that it stays at while the fleet moves on. None: it goes with the fleet."""
+        """The version that it stays at while the fleet moves on. None: it goes with the fleet, as who turns out to be
+        in a unit does, whatever was asked for before it came: a unit has one gate (INV-10)."""
         kept = self.kept.get(record.place.engine_id)
-        return kept if kept is not None and kept.model == record.state.model else None
+        return kept if kept is not None and kept.model == record.state.model and not record.place.unit else None
 
     def wanted_of(self, record: EngineRecord) -> tuple[WeightVersion, ...]:
         """What the fleet serves; of an engine that stays at a version, just that (INV-5: to it, that is what the fleet

@@ -108,6 +108,8 @@ def ended(book: Book, event: CarryEnded, now: float) -> list[Effect]:
         pause = min(RETRY_SECONDS[0] * 2 ** (failures - 1), RETRY_SECONDS[1])
         book.carry_tries[event.engine_id] = CarryTries(failures, now + pause)
         update = book.updates.get(event.update_id)
+        if update is not None and isinstance(event.error, e.EngineDraining):
+            update.leave(event.engine_id)
         if update is not None and update.phase is Phase.PREPARING:  # what it refused it will not report either
             update.lose(event.engine_id, str(event.error))
     record = book.engines.get(event.engine_id)

@@ -1,7 +1,8 @@
 """Doubts: engines whose canary a strict majority of equal ones contradicts. The agent is told, and shuts its own gate.
 
 Judged at each report that brings a canary, and before anything is decided by it: under a barrier no doubted engine ever
-serves the version. One that comes late to a served version, and a rolling update's first, open before the others spoke.
+serves the version. A majority is one of all equal engines that an update waits for, not of those which spoke first. One
+that comes late to a served version, and a rolling update's first, open before the others spoke.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ def judge_all(book: Book, model: ModelName, now: float) -> list[Effect]:
     """Doubt whom the others contradict; forget doubts of what is not held any more."""
     effects: list[Effect] = _forget(book, model)
     book.agreed = {name for name in book.agreed if not _of(book, name, model)}
-    for version, said in _alike(book, model):
-        contradicted = judge(said, book.settings.canary_tolerance)
+    for (likeness, version), said in _alike(book, model):
+        silent = _silent(book, model, likeness, version)
+        contradicted = judge(said, book.settings.canary_tolerance, silent)
         if contradicted is None:
             continue
         for name in said.keys() - contradicted.keys():
@@ -45,7 +47,16 @@ def verification(book: Book, state: EngineState) -> Verification:
     return Verification.MAJORITY if state.engine_id in book.agreed else Verification.UNVERIFIED
 
 
-def _alike(book: Book, model: ModelName) -> Iterator[tuple[WeightVersion, dict[EngineId, Canary]]]:
+def _silent(book: Book, model: ModelName, likeness: str, version: WeightVersion) -> int:
+    """Equal engines that an update is waiting for. A majority of those which were faster is no majority."""
+    update = book.open_update(model)
+    if update is None or update.version != version:
+        return 0
+    waited_for = (book.engines.get(o.engine_id) for o in update.required if not o.ended)
+    return sum(record is not None and record.place.likeness == likeness for record in waited_for)
+
+
+def _alike(book: Book, model: ModelName) -> Iterator[tuple[tuple[str, WeightVersion], dict[EngineId, Canary]]]:
     """What engines of one likeness that hold the same bytes said. A doubted one's word counts on until it is heeded."""
     groups: dict[tuple[str, WeightVersion, bytes], dict[EngineId, Canary]] = {}
     for record in book.of_model(model):
@@ -54,8 +65,8 @@ def _alike(book: Book, model: ModelName) -> Iterator[tuple[WeightVersion, dict[E
             continue
         key = (record.place.likeness, weights.version, weights.content_digest)
         groups.setdefault(key, {})[record.place.engine_id] = canary
-    for (_, version, _), said in groups.items():
-        yield version, said
+    for (likeness, version, _), said in groups.items():
+        yield (likeness, version), said
 
 
 def _agree(book: Book, name: EngineId, version: WeightVersion) -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
+from controlplane.core.fleet_doubts import judge_all
 from controlplane.core.fleet_events import (
     AbortRequested,
     BroadcastState,
@@ -210,7 +211,10 @@ def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
         if step is None:
             break
         phase, cause = step
-        if phase is Phase.GO:
+        doubts = judge_all(book, model, now) if phase.final else []
+        if doubts:  # who was waited for is gone, and those who are left contradict somebody
+            effects += doubts
+        elif phase is Phase.GO:
             update.phase, update.deadline = Phase.GO, now + _limit_after_go(book, update)
             effects += [Save(UpdateWentGo(update.update_id)), UpdateChanged(update.update_id), ViewChanged()]
         else:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from controlplane.core.canary import Verification
-from controlplane.core.engine_state import EngineState, Held, Stage
+from controlplane.core.engine_state import EngineState, Held, HoldKind, Stage
 from controlplane.core.errors import CanaryDisagrees
 from controlplane.core.plan import Plan
 from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
@@ -41,6 +41,10 @@ PHASE_MOVES = frozenset(
     }
 )
 """How an update moves. After go nothing waits for ever, and nothing goes back."""
+
+
+_IN_THE_WEIGHTS = (Stage.INSTALLING, Stage.APPLIED, Stage.FAILED)
+"""Of an update at an engine: from here on it is decided by what the engine holds, whatever holds its gate."""
 
 
 class Mode(Enum):
@@ -190,6 +194,10 @@ class UpdateTransaction:
             return self._put(_lost(old, "a new incarnation took its place"))
         if old.error_reason == CanaryDisagrees.reason:  # what it says of it from now on is that it heeded that
             return False
+        left = self._drains(state) and self.leave(state.engine_id)
+        return self._take(self.outcomes[state.engine_id], state) or left
+
+    def _take(self, old: Outcome, state: EngineState) -> bool:
         progress = state.progress
         if progress is None or progress.update_id != self.update_id:  # another update came to it meanwhile
             return old.applied and self._put(self._applied(old, state))
@@ -203,6 +211,25 @@ class UpdateTransaction:
             tensor_count=progress.tensor_count,
         )
         return self._put(self._applied(outcome, state) if progress.stage is Stage.APPLIED else outcome)
+
+    def _drains(self, state: EngineState) -> bool:
+        """It takes nothing new by somebody's word, and nothing of this update is in it."""
+        progress = state.progress
+        mine = progress is not None and progress.update_id == self.update_id and progress.stage in _IN_THE_WEIGHTS
+        return state.held_by(HoldKind.DRAINING) is not None and not mine
+
+    def leave(self, engine_id: EngineId) -> bool:
+        """It drains: it, and its unit, are required no more, as if it had drained at begin; but somebody must be. True
+        if that changed an outcome."""
+        own = self.outcomes.get(engine_id)
+        if own is None or not own.required:
+            return own is not None and self._put(replace(own, awaited=False))
+        leaving = [o for o in self.required if o is own or (o.unit and o.unit == own.unit)]
+        if len(leaving) == len(self.required):
+            return False
+        for o in leaving:
+            self._put(replace(o, required=False))
+        return True
 
     def _applied(self, outcome: Outcome, state: EngineState) -> Outcome:
         """It says that it applied: is that what it holds now, and is it what the others hold?"""

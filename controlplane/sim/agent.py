@@ -15,7 +15,8 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Unset, Weights
 from controlplane.core.engine_state import Life as LifeWord
-from controlplane.core.plan import EnginePlace
+from controlplane.core.engine_streaming import STREAMING
+from controlplane.core.plan import HOST_MEMORY, EnginePlace
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, UpdateId, WeightVersion
 from controlplane.sim.coverage import TRANSPORTS
 from controlplane.sim.disks import AgentDisk, Remembered
@@ -45,6 +46,12 @@ class Seat:
     group: str = ""
     unit: str = ""
     unit_size: int = 0
+    streaming: bool = False
+    """Updates are installed as they come, where they come by host memory: no link reaches it."""
+
+    @property
+    def capabilities(self) -> frozenset[str]:
+        return CAPABILITIES | {STREAMING} if self.streaming else CAPABILITIES
 
     def place(self, incarnation: Incarnation, life: int) -> EnginePlace:
         devices = tuple(DeviceUuid(d) for d in self.devices)
@@ -58,8 +65,9 @@ class Seat:
             self.unit,
             self.unit_size,
             life,
-            TRANSPORTS,
+            HOST_MEMORY if self.streaming else TRANSPORTS,
             likeness="simulated",
+            streaming=self.streaming,
         )
 
 
@@ -119,6 +127,8 @@ class Notes:
     distrusted: bool = False
     """Its spans disagreed, and no full update came since."""
     held_before_install: Weights = field(default_factory=Unset)
+    committed: UpdateId | None = None
+    """The update whose commit frame was taken last."""
     excused: WeightVersion | None = None
     """A lower version than its highest that it may be given: it was unset, and the fleet serves it."""
     sleepers: set[str] = field(default_factory=set)
@@ -182,7 +192,7 @@ class Life:
             return
         content = self.agent.content
         initial = None if content is None else digest_of(content)
-        self.apply(ee.Started(self.agent.spec.expected, CAPABILITIES, initial))
+        self.apply(ee.Started(self.agent.spec.expected, self.agent.seat.capabilities, initial))
         self.link.connect()
 
     def die(self, cause: str) -> None:
@@ -204,7 +214,7 @@ class Life:
         self.agent.after(self.world.kernel.rng.uniform(0.1, 1.0), self.agent.new_life)
 
     def devices_given(self, owner: str) -> None:
-        """The owner of a sleep wakes an engine that died in it: a fresh one may take the devices."""
+        """The owner of a sleep wakes an engine that died in it, whole: a fresh one may take the devices."""
         if self.waits and owner == self.core.state.held_by(HoldKind.ASLEEP):
             self.waits = False
             self._replaced()
@@ -237,6 +247,8 @@ class Life:
                     self.after(0.0, partial(self._end_stream, stream, error))
             case ee.DropStaged(stream):
                 self.drop(stream)
+            case ee.CutStreaming(stream, error):
+                self.work.cut(stream, error)
             case ee.InstallDecided(update_id, error):
                 for told in self._outcomes.pop(update_id, []):
                     told(error)

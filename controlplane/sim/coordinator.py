@@ -60,8 +60,8 @@ class Session:
 @dataclass
 class Watch:
     stream: Stream
-    told: Callable[[Phase, frozenset[EngineId]], None]
-    """The phase, and who is lost."""
+    told: Callable[[Phase, frozenset[EngineId], frozenset[EngineId]], None]
+    """The phase, who is lost, and who is awaited."""
     last: Phase | None = None
 
 
@@ -266,7 +266,8 @@ class Coordinator(Process):
         watch.last = phase
         self.world.witness.told_phase(self, update_id, phase)
         lost = frozenset(o.engine_id for o in update.outcomes.values() if o.lost)
-        watch.stream.to_client(lambda: watch.told(phase, lost))
+        awaited = frozenset(o.engine_id for o in update.outcomes.values() if o.awaited)
+        watch.stream.to_client(lambda: watch.told(phase, lost, awaited))
 
     # ---- calls ----
 

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from controlplane.core import engine_events, errors, fleet_events
+from controlplane.core.engine_state import HoldKind
 from controlplane.core.engine_transitions import TABLE, Move
 from controlplane.core.plan import HOST_MEMORY, Transport
 from controlplane.core.update_transaction import PHASE_MOVES, Phase
@@ -17,28 +18,16 @@ FLEET_EVENTS = frozenset(t.__name__ for t in typing.get_args(fleet_events.Event)
 
 TRANSPORTS = HOST_MEMORY | {Transport.BROADCAST}
 """Of every engine and trainer here. What differs between them is which is planned; bytes come all the same."""
-FIRST_STREAMED_CHUNK = "activity: ready → installing by ChunkArrived"
-EVENTS_NOT_HERE = {
-    "StreamAdmitted": "engines here stage their updates; a streaming install is attacked in its own tests",
-    "KeepRequested": "nobody here asks for an engine to stay at a version",
-    "ReleaseRequested": "nobody here asks for an engine to stay at a version",
-}
-"""Events that happen to no core of this world."""
-MOVES_NOT_HERE = frozenset(m for m in TABLE if m.event in EVENTS_NOT_HERE or str(m) == FIRST_STREAMED_CHUNK)
 NOT_HERE = {
-    "CHECKPOINT_IN_USE": "said of engines that stay at a version, which nobody here asks for",
     "INCOMPATIBLE_NODE": "said of protocol versions and settings, at the wire",
     "LIMIT_EXCEEDED": "said of queues, messages and memory, which are not modelled",
     "SEGMENT_UNREADABLE": "said of shared memory, which is not modelled: bytes are numbers here",
     "SLOT_MISMATCH": "said by ranks of each other; a simulated trainer is one process",
     "DEVICE_HANDLES_MISSING": "said of device handles, which are not modelled",
-    "INVALID_REQUEST": "said of a request's sampling fields, which are not modelled",
     "LINK_FAILED": "said by the two ends of a link's process group; what plans avoid after it is modelled",
     "IPC_NOT_POSSIBLE": "said of device memory, which is not modelled",
-    "VERSION_CHANGED": "said of requests that are of one version or of none, which are not modelled",
     "REQUEST_ABORTED": "said of scores, which are not modelled",
     "SCORE_INCOMPLETE": "said of scores, which are not modelled",
-    "CANARY_DISAGREES": "said to people of an outcome; the doubt itself is an event of the engine, which is counted",
     "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }
@@ -56,6 +45,7 @@ class Coverage:
     phases: Counter[tuple[Phase, Phase]] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     points: Counter[str] = field(default_factory=Counter)
+    holds: Counter[HoldKind] = field(default_factory=Counter)
     ways: Counter[Transport] = field(default_factory=Counter)
     """What plans took, for one engine each."""
 
@@ -66,16 +56,18 @@ class Coverage:
         self.phases += other.phases
         self.reasons += other.reasons
         self.points += other.points
+        self.holds += other.holds
         self.ways += other.ways
 
     def never(self, points: Iterable[str]) -> dict[str, list[str]]:
         """What was not reached, by kind, in words."""
         return {
-            "engine events": sorted(ENGINE_EVENTS - self.engine_events.keys() - EVENTS_NOT_HERE.keys()),
-            "coordinator events": sorted(FLEET_EVENTS - self.fleet_events.keys() - EVENTS_NOT_HERE.keys()),
-            "engine transitions": sorted(map(str, TABLE - self.moves.keys() - MOVES_NOT_HERE)),
+            "engine events": sorted(ENGINE_EVENTS - self.engine_events.keys()),
+            "coordinator events": sorted(FLEET_EVENTS - self.fleet_events.keys()),
+            "engine transitions": sorted(map(str, TABLE - self.moves.keys())),
             "update phases": sorted(f"{a.value} → {b.value}" for a, b in PHASE_MOVES - self.phases.keys()),
             "error reasons": sorted(REASONS - self.reasons.keys()),
+            "holds": sorted(k.value for k in set(HoldKind) - self.holds.keys()),
             "transports": sorted(t.value for t in TRANSPORTS - self.ways.keys()),
             "fault points": sorted(set(points) - self.points.keys()),
         }

@@ -26,8 +26,12 @@ if TYPE_CHECKING:
 
 RETRY_SECONDS = (0.1, 0.6)
 TRAIN_SECONDS = (0.2, 1.5)
+WEIGHTS_SECONDS = 3.0
+"""Longest that engines may take to have their weights' memory; else the push goes to those which have it."""
 TAKE_SECONDS = 4.0
 """Longest that engines may take to fall asleep; else the trainer gives up."""
+NOT_OURS = (e.DevicesTaken, e.ModelFrozen, e.UnsupportedByEngine)
+"""Somebody else's to wake."""
 DEEP_SLEEP_CHANCE = 0.5
 TWO_STEPS_CHANCE = 0.3
 
@@ -90,6 +94,12 @@ class Devices:
 
         for agent in self._trainer.team.shared:
             self._wake(agent, asked, kv=False, then=awake)
+        self._trainer.after(WEIGHTS_SECONDS, lambda: self._go_on(asked, then))
+
+    def _go_on(self, asked: int, then: Action) -> None:
+        if self._round == asked:
+            self._round += 1
+            then()
 
     # ---- give ----
 
@@ -119,13 +129,22 @@ class Devices:
                 self._wake(agent, asked, kv=True, then=awake)
 
     def _wake(self, agent: Agent, asked: int, *, kv: bool, then: Done) -> None:
+        """An engine that died asleep is given no memory for weights: it starts anew when it is given all."""
         event = ee.WakeRequested(trainer_owner(self._trainer.name), kv)
-        self._call(agent, asked, lambda life, told: life.work.wake(event, told), then)
+        others = NOT_OURS if kv else (*NOT_OURS, e.EngineNotReady)
+        self._call(agent, asked, lambda life, told: life.work.wake(event, told), then, others)
 
     # ---- calls ----
 
-    def _call(self, agent: Agent, asked: int, act: Command, then: Done) -> None:
-        """Repeat it until it is answered, or another round began."""
+    def _call(
+        self,
+        agent: Agent,
+        asked: int,
+        act: Command,
+        then: Done,
+        settled: tuple[type[e.WeightplaneError], ...] = NOT_OURS,
+    ) -> None:
+        """Repeat it until it is answered, refused with what no repetition changes, or another round began."""
         if self._round != asked:
             return
         known = self._incarnations.get(agent.name, Incarnation("unknown"))
@@ -133,10 +152,10 @@ class Devices:
         def failed(error: e.WeightplaneError) -> None:
             if isinstance(error, e.WrongIncarnation):
                 self._incarnations[agent.name] = Incarnation(error.expected)
-            if isinstance(error, (e.DevicesTaken, e.ModelFrozen, e.UnsupportedByEngine)):
-                then(agent)  # somebody else's to wake
+            if isinstance(error, settled):
+                then(agent)
                 return
             wait = self._world.kernel.rng.uniform(*RETRY_SECONDS)
-            self._trainer.after(wait, lambda: self._call(agent, asked, act, then))
+            self._trainer.after(wait, lambda: self._call(agent, asked, act, then, settled))
 
         Call(self._trainer, agent, known, act).begin(lambda: then(agent), failed)

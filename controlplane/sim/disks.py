@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from controlplane.core.fleet_records import (
     CheckpointGone,
     CheckpointKept,
+    EngineKept,
+    EngineReleased,
     FloorRaised,
     FrozenServed,
     Record,
@@ -24,7 +26,7 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.versions import FROZEN, NO_TERM, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import FROZEN, NO_TERM, EngineId, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.ledger import MemoryLedger
 
 
@@ -41,6 +43,8 @@ class Kept:
     decided: dict[UpdateId, UpdateDecided] = field(default_factory=dict)
     served: dict[ModelName, tuple[WeightVersion, ...]] = field(default_factory=dict)
     checkpoints: dict[tuple[ModelName, int], CheckpointKept] = field(default_factory=dict)
+    stays: dict[EngineId, EngineKept] = field(default_factory=dict)
+    """Engines that stay at a version while the fleet moves on."""
 
     def note(self, record: Record) -> None:
         match record:
@@ -63,6 +67,10 @@ class Kept:
                 self.checkpoints[(record.model, record.version.number)] = record
             case CheckpointGone():
                 self.checkpoints.pop((record.model, record.number), None)
+            case EngineKept():
+                self.stays[record.engine_id] = record
+            case EngineReleased():
+                self.stays.pop(record.engine_id, None)
             case FloorRaised():
                 self.terms.update(dict(record.terms))
             case _:

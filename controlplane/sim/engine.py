@@ -44,6 +44,8 @@ class ModelEngine:
     """What it held when its canary spoke last."""
     running: bool = True
     """The scheduler makes tokens. Fresh engines would, as vLLM's does; the agent's gate keeps requests out."""
+    stalled: bool = False
+    """Its core answers nothing, and makes nothing."""
     weights_resident: bool = True
     kv_resident: bool = True
 

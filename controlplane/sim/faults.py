@@ -26,6 +26,7 @@ POINTS = (
     "engine.mid_read",
     "engine.before_install",
     "engine.mid_install",
+    "engine.mid_streaming",
     "engine.after_install",
     "engine.mid_sleep",
     "engine.mid_wake",
@@ -43,6 +44,7 @@ POINTS = (
 
 TROUBLED = tuple(ending for ending in InstallEnding if ending is not InstallEnding.WORKS)
 PAUSE_SECONDS = (0.2, 6.0)
+STALL_SECONDS = (0.2, 4.0)
 PARTITION_SECONDS = (0.5, 5.0)
 MAX_TRAINERS = 3
 """Of one model, at once."""
@@ -217,6 +219,11 @@ class Faults:
         if agent is not None:
             self.world.people.pause_engine(agent)
 
+    def _stall(self) -> None:
+        agent = self._agent()
+        if agent is not None:
+            agent.present.work.stall(self._rng.uniform(*STALL_SECONDS))
+
     def _sleep(self) -> None:
         agent = self._agent()
         if agent is not None:
@@ -230,6 +237,9 @@ class Faults:
     def _roll_back(self) -> None:
         team = self._rng.choice(list(self.world.teams.values()))
         self.world.people.roll_back(team, twice=self._rng.random() < 0.3)
+
+    def _keep(self) -> None:
+        self.world.people.keep(self._rng.choice(list(self.world.teams.values())))
 
     def _lose_a_checkpoint(self) -> None:
         """Deleted, or written over, and nobody is told."""
@@ -279,9 +289,11 @@ _KINDS = {
     "kill an engine": Faults._kill_engine,
     "take over": Faults._take_over,
     "pause an engine": Faults._pause_engine,
+    "stall": Faults._stall,
     "sleep": Faults._sleep,
     "drain": Faults._drain,
     "roll back": Faults._roll_back,
+    "keep": Faults._keep,
     "lose a checkpoint": Faults._lose_a_checkpoint,
     "rogue": Faults._rogue,
     "spans disagree": Faults._spans,

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from controlplane.core import engine_events as ee
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import Held, Poisoned
-from controlplane.core.layout import DType, Layout, TensorSpec
+from controlplane.core.layout import DRAFT_ONLY, MODEL_ONLY, DType, Layout, TensorSpec
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
-from controlplane.sim.settings import MODELS, checksum, digest_of
+from controlplane.sim.settings import MODELS, ModelSpec, checksum, digest_of
 from controlplane.sim.update_stream import ChunkFrame, UpdateStream
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def lies(life: Life, version: WeightVersion) -> dict[str, Lie]:
         **_strangers(life, version),
         **_coordinators(life, version),
         **_deltas(life),
+        **_streaming(life, version),
         **_streams(life, version),
         **_layouts(life),
     }
@@ -94,6 +95,24 @@ def _deltas(life: Life) -> dict[str, Lie]:
     return lies
 
 
+def _streaming(life: Life, version: WeightVersion) -> dict[str, Lie]:
+    """None of it comes to a chunk that the engine would install."""
+    if not life.agent.seat.streaming:
+        return {"to be streamed": Lie({"streaming": True})}
+    layout, weights = _layout_if_needed(life), life.core.state.weights
+    lies = {
+        "a stream of another layout": Lie({"streaming": True, "layout_digest": b"x" * 32}, (layout,)),
+        "a chunk before the layout": Lie({"streaming": True, "layout_digest": b"x" * 32}, (_chunk(life, version, 0),)),
+        "a chunk of another version": Lie({"streaming": True}, (layout, _chunk(life, WeightVersion(3, Term(0)), 0))),
+        "a commit without a chunk": Lie({"streaming": True}, (layout, lambda s: s.commit(version, 0, 0, b"y" * 32))),
+        "a stream that is given up": Lie({"streaming": True}, (layout, lambda s: s.abort("no reason"))),
+        "a stream that is silent": Lie({"streaming": True}, (layout,)),
+    }
+    if isinstance(weights, Held):
+        lies["a delta to be streamed"] = Lie({"streaming": True, "base": weights})
+    return lies
+
+
 def _streams(life: Life, version: WeightVersion) -> dict[str, Lie]:
     spec, digest = life.agent.spec, digest_of(CONTENT)
     size, layout = spec.layout.byte_count, _layout_if_needed(life)
@@ -127,6 +146,7 @@ def _layouts(life: Life) -> dict[str, Lie]:
         "SHAPE_MISMATCH": Layout((a, replace(b, shape=(4,)))),
         "DTYPE_MISMATCH": Layout((a, replace(b, dtype=DType.F32))),
         "FORMAT_MISMATCH": Layout((a, b), format="other"),
+        **_drafts(life.agent.spec, a, b),
         "another model's layout": next(s.layout for s in MODELS.values() if s is not life.agent.spec),
     }
     lies = {"LAYOUT_INVALID": Lie({"layout_digest": b"z" * 32}, (lambda s: s.layout(lambda: Layout((a, a))),))}
@@ -134,6 +154,18 @@ def _layouts(life: Life) -> dict[str, Lie]:
         changes: dict[str, object] = {"layout_digest": layout.digest, "byte_count": layout.byte_count}
         lies[reason] = Lie(changes, (lambda s, layout=layout: s.layout(lambda: layout),))  # type: ignore[misc]
     return lies
+
+
+def _drafts(spec: ModelSpec, a: TensorSpec, b: TensorSpec) -> dict[str, Layout]:
+    """A draft that the engine has not, or has otherwise: it is covered whole, or not mentioned."""
+    own = TensorSpec("draft:d", DType.BF16, (2,), DRAFT_ONLY)
+    if spec.layout.draft is None:
+        return {"a draft of one that has none": Layout((a, b, own))}
+    alone = replace(b, targets=MODEL_ONLY)
+    return {
+        "a tensor that its draft does not have": Layout((a, b, own)),
+        "a part of its draft": Layout((replace(a, targets=b.targets), alone)),
+    }
 
 
 def _layout_if_needed(life: Life) -> Frame:

@@ -112,6 +112,7 @@ class Link:
         doubt = news.doubts.get(state.engine_id)
         if doubt is not None and doubt.incarnation == state.incarnation:
             self._life.apply(ee.Doubted(doubt.version, doubt.cause))
+            self._world.witness.heard_doubt(self._life, doubt.version)
 
     # ---- what is said ----
 

@@ -1,4 +1,5 @@
-"""Operators: they pause, drain, put to sleep, wake and roll back, at any time, twice, or for a life that is gone.
+"""Operators: they pause, drain, put to sleep, wake, keep engines at versions and roll back, at any time, twice, or for
+a life that is gone.
 
 They look at the fleet now and then, and at last end what still stands in their names. They also wake engines that
 sleep for a trainer that was fenced: its launcher never starts it again, and nobody but the owner ends that hold, so a
@@ -7,6 +8,7 @@ person who knows that its processes are gone says its name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
@@ -14,7 +16,8 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import HoldKind
 from controlplane.core.names import trainer_owner
-from controlplane.core.versions import Incarnation
+from controlplane.core.pauses import PauseMode, PausePolicy
+from controlplane.core.versions import EngineId, Incarnation
 from controlplane.sim.calls import Call
 from controlplane.sim.kernel import Action, Process, connect
 
@@ -31,6 +34,13 @@ LOOK_CHANCE = 0.3
 TWICE_CHANCE = 0.2
 STALE_CHANCE = 0.3
 RETRIES = 3
+FALLBACKS = (PauseMode.KEEP, PauseMode.ABORT)
+RESUMED = (HoldKind.OPERATOR, HoldKind.FINISHING, HoldKind.DRAINING)
+"""What ends with its owner's resume."""
+KEEP_SECONDS = (1.0, 8.0)
+KEEP_RETRY_SECONDS = 0.1
+KEEP_RETRIES = 20
+"""An engine in the middle of an update is kept after it."""
 
 
 class People(Process):
@@ -41,6 +51,8 @@ class People(Process):
         self.world = world
         self.tidy = False
         """They end what stands in their own names."""
+        self.releases = False
+        """They release every engine that stays at a version."""
         self._requests = 0
 
     def boot(self) -> None:
@@ -49,7 +61,10 @@ class People(Process):
     # ---- holds ----
 
     def pause_engine(self, agent: Agent) -> None:
-        self._hold_for_a_while(agent, HoldKind.OPERATOR)
+        """In each of its modes; resumed now and then while requests are waited for."""
+        rng, owner = self.kernel.rng, self._name()
+        how = PausePolicy(rng.choice(list(PauseMode)), rng.uniform(0.0, 2.0), rng.choice(FALLBACKS))
+        self._while(agent, lambda life, told: life.work.pause(owner, how, told), _resume(owner))
 
     def drain(self, agent: Agent) -> None:
         self._hold_for_a_while(agent, HoldKind.DRAINING)
@@ -95,6 +110,8 @@ class People(Process):
         self.after(LOOK_SECONDS, self._look)
         if not self.tidy and self.kernel.rng.random() > LOOK_CHANCE:
             return
+        for engine_id in list(self.world.coordinator.ledger.kept.stays) if self.releases else ():
+            self._release(engine_id)
         for team in self.world.teams.values():
             there = {trainer_owner(t.name) for t in team.trainers}
             for agent in team.agents.values():
@@ -108,8 +125,44 @@ class People(Process):
             gone = hold.owner not in NAMES and hold.owner not in trainers
             if hold.kind is HoldKind.ASLEEP and (mine or gone):
                 self.call(agent, state.incarnation, _wake(hold.owner, kv=True))
-            elif hold.kind in (HoldKind.OPERATOR, HoldKind.DRAINING) and mine:
+            elif hold.kind in RESUMED and mine:
                 self.call(agent, state.incarnation, _hold(hold.kind, hold.owner, present=False))
+
+    # ---- engines that stay at a version ----
+
+    def keep(self, team: Team) -> None:
+        """At something that may be possible, for a while or until it is tidied up; now and then for an engine that is
+        not there, or twice."""
+        rng, agent = self.kernel.rng, self.kernel.rng.choice(list(team.agents.values()))
+        known = self.world.coordinator.core.model(team.spec.name)
+        applied = agent.present.core.state.applied
+        numbers = [*known.checkpoints, *([applied.number] if applied else [0])]
+        for _ in range(2 if rng.random() < TWICE_CHANCE else 1):
+            self.keep_at(agent, rng.choice(numbers))
+        if rng.random() < 0.5:
+            self.after(rng.uniform(*KEEP_SECONDS), lambda: self._release(agent.engine_id))
+
+    def keep_at(self, agent: Agent, number: int, retries: int = KEEP_RETRIES) -> None:
+        """Until it is answered, a few times."""
+        run, model = self.world.settings.run_id, agent.spec.name
+
+        def failed(error: e.WeightplaneError) -> None:
+            if isinstance(error, (e.PeerLost, e.UpdateInProgress, e.CoordinatorRecovering)) and retries:
+                self.after(KEEP_RETRY_SECONDS, lambda: self.keep_at(agent, number, retries - 1))
+
+        self._tell(fe.KeepRequested(run, agent.engine_id, model, number), failed)
+
+    def _release(self, engine_id: EngineId) -> None:
+        self._tell(fe.ReleaseRequested(self.world.settings.run_id, engine_id), lambda error: None)
+
+    def _tell(
+        self, event: fe.KeepRequested | fe.ReleaseRequested, failed: Callable[[e.WeightplaneError], None]
+    ) -> None:
+        coordinator = self.world.coordinator
+        stream = connect(self, coordinator)
+        if stream is not None:
+            stream.on_client_end = failed
+            stream.to_server(lambda: coordinator.said_once(stream, event, stream.cancel))
 
     # ---- rollbacks ----
 
@@ -135,6 +188,15 @@ class People(Process):
 def _hold(kind: HoldKind, owner: str, *, present: bool) -> Command:
     def act(life: Life, told: Action) -> None:
         life.hold(kind, owner, present=present)
+        told()
+
+    return act
+
+
+def _resume(owner: str) -> Command:
+    def act(life: Life, told: Action) -> None:
+        for kind in RESUMED:
+            life.hold(kind, owner, present=False)
         told()
 
     return act

@@ -10,7 +10,8 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
-from controlplane.core.plan import Assignment, Transport
+from controlplane.core.pauses import PauseMode, PausePolicy
+from controlplane.core.plan import Apply, Assignment, Transport
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
 from controlplane.sim.coordinator import Begun, Watch
@@ -27,6 +28,16 @@ RETRY_SECONDS = (0.1, 0.6)
 REFUSAL_SECONDS = 0.5
 STRAGGLER_SECONDS = 1.5
 """After a decision: how long engines that it did not wait for may take."""
+AWAITED_SECONDS = 10.0
+"""The same, of one that is awaited and streams: its bytes come after go, so only then is it waited for."""
+LOOK_SECONDS = 0.1
+PAUSES = (
+    None,
+    PausePolicy(PauseMode.ABORT),
+    PausePolicy(PauseMode.WAIT, wait_seconds=0.6, fallback=PauseMode.KEEP),
+    PausePolicy(PauseMode.WAIT, wait_seconds=0.3, fallback=PauseMode.ABORT),
+)
+NOBODY: frozenset[EngineId] = frozenset()
 COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
 """Phases in which a commit frame may go."""
 
@@ -43,6 +54,8 @@ class Push:
         self.phase = Phase.PREPARING
         self.over = False
         self.feeds: list[Feed] = []
+        self.pause = self.world.kernel.rng.choice(PAUSES)
+        """What becomes of the requests in the engines."""
         self._request_id = f"{trainer.incarnation}:{trainer.step}:{self.content}"
         self._avoid = tuple(trainer.broken.values())
         """Of this request, also when it is repeated."""
@@ -119,11 +132,11 @@ class Push:
 
     def _watch_failed(self, error: e.WeightplaneError) -> None:
         if isinstance(error, e.UnknownUpdate):
-            self._told(Phase.FAILED, frozenset())
+            self._told(Phase.FAILED)
         elif not self.over:
             self.retry(self._watch)
 
-    def _told(self, phase: Phase, lost: frozenset[EngineId]) -> None:
+    def _told(self, phase: Phase, lost: frozenset[EngineId] = NOBODY, awaited: frozenset[EngineId] = NOBODY) -> None:
         if self.over or self.phase.final:
             return
         self.phase = phase
@@ -133,8 +146,15 @@ class Push:
             elif phase.final:
                 feed.abort(f"the update is {phase.value}")
         if phase.final:
-            waiting = any(f.working for f in self.feeds)
-            self.after(STRAGGLER_SECONDS if waiting and phase in COMMITS else 0.0, self._end)
+            patient = any(f.streams and f.engine_id in awaited for f in self.feeds)
+            limit = AWAITED_SECONDS if patient else STRAGGLER_SECONDS
+            self._wait_for_stragglers(self.world.kernel.now + limit if phase in COMMITS else 0.0)
+
+    def _wait_for_stragglers(self, until: float) -> None:
+        if any(f.working for f in self.feeds) and self.world.kernel.now < until:
+            self.after(LOOK_SECONDS, lambda: self._wait_for_stragglers(until))
+        else:
+            self._end()
 
     def refused(self) -> None:
         """An engine would not take it: where it is required and no other moves, going on is senseless."""
@@ -158,7 +178,7 @@ class Push:
             return
         coordinator, update_id = self.world.coordinator, self.begun.update_id
         request = fe.AbortRequested(self.world.settings.run_id, update_id, self.trainer.term, reason)
-        stream.to_server(lambda: coordinator.abort(stream, request, lambda phase: self._told(phase, frozenset())))
+        stream.to_server(lambda: coordinator.abort(stream, request, self._told))
 
     def _end(self) -> None:
         for feed in self.feeds:
@@ -179,6 +199,9 @@ class Feed:
         self.required = assignment.required
         self._incarnation = assignment.engine.incarnation
         self._transport = assignment.transport
+        self.streams = assignment.apply is Apply.STREAMING
+        """The engine installs chunks as they come, after go; else all are there before it says ready."""
+        self._sent = 0
         self._stream: Stream | None = None
         self._remote: list[UpdateStream] = []
         self.ready = False
@@ -196,13 +219,14 @@ class Feed:
         if stream is None:
             self.push.retry(self.open)
             return
-        self._stream, self.ready = stream, False
+        self._stream, self.ready, self._sent = stream, False, 0
         remote = self._remote = []
         stream.on_client_end = lambda error: self._failed(stream, error)
         writer = Writer(
             lambda layout, attached: self._accepted(stream, layout, attached),
             lambda: self._got_ready(stream),
             lambda: self._applied(stream),
+            lambda: self._released(stream),
         )
         stream.to_server(lambda: self._deliver_open(agent.present, stream, remote, writer))
 
@@ -225,6 +249,8 @@ class Feed:
             len(self.push.layout.tensors),
             self.push.layout.byte_count,
             engine_id=self.engine_id,
+            streaming=self.streams,
+            pause=self.push.pause,
         )
 
     def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:
@@ -240,9 +266,14 @@ class Feed:
         if layout_needed:
             layout = self.push.layout
             self._to_agent(stream, lambda s: s.layout(lambda: layout))
-        for frame in self._chunks():
-            self.world.faults.point(self.push.trainer, "trainer.between_chunks")
-            self._to_agent(stream, lambda s, frame=frame: s.chunk(frame))  # type: ignore[misc]
+        if not self.streams:
+            for frame in self._chunks():
+                self._send(stream, frame)
+
+    def _send(self, stream: Stream, frame: ChunkFrame) -> None:
+        self.world.faults.point(self.push.trainer, "trainer.between_chunks")
+        self._sent += 1
+        self._to_agent(stream, lambda s: s.chunk(frame))
 
     def _chunks(self) -> list[ChunkFrame]:
         """One tensor each, the first in two parts."""
@@ -273,10 +304,27 @@ class Feed:
                 self.commit()
 
     def commit(self) -> None:
-        """GO was told: the commit frame goes as soon as the engine is ready."""
+        """GO was told: the commit frame goes as soon as the engine is ready; to one that streams, chunks before it."""
         stream = self._stream
         if stream is None or not self.ready or self._committed or not self.working:
             return
+        if self.streams:
+            if not self._sent:
+                self._send(stream, self._chunks()[0])
+            return
+        self._commit(stream)
+
+    def _released(self, stream: Stream) -> None:
+        """One is in: the next one goes, and after the last one the commit frame."""
+        if stream is not self._stream or not self.working:
+            return
+        chunks = self._chunks()
+        if self._sent < len(chunks):
+            self._send(stream, chunks[self._sent])
+        else:
+            self._commit(stream)
+
+    def _commit(self, stream: Stream) -> None:
         self.world.faults.point(self.push.trainer, "trainer.before_commit")
         self._committed = True
         version, digest, size = self.begun.version, digest_of(self.push.content), self.push.layout.byte_count
@@ -298,8 +346,9 @@ class Feed:
         if broken and self._transport is Transport.BROADCAST:
             failed = fe.Avoided(self.engine_id, self._incarnation, self._transport, str(error))
             self.push.trainer.broken[self.engine_id, self._incarnation] = failed
+        in_the_weights = self.streams and bool(self._sent)  # it is poisoned, or about to be: the next push heals it
         passing = isinstance(error, (e.NotWelcomed, e.UpdateInProgress, e.UpdateAborted)) and not self._committed
-        if broken or passing:
+        if (broken or passing) and not in_the_weights:
             self.push.retry(self.open)
         else:
             self.working = False
@@ -314,6 +363,11 @@ class Feed:
         if not self._committed:
             self._to_agent(stream, lambda s: s.abort(reason))
         self.push.trainer.after(0.5, stream.cancel)
+
+    def cut(self) -> None:
+        """Its connection breaks."""
+        if self._stream is not None:
+            self._stream.cut()
 
     def again(self) -> None:
         """The same update is opened a second time, while the first stream goes on by itself."""

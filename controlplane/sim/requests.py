@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TOKEN_SECONDS = (0.05, 0.3)
 WAIT_SECONDS = 2.0
+EXACT_CHANCE = 0.2
 
 
 @dataclass(eq=False)
@@ -24,6 +25,9 @@ class _Request:
     stream: Stream
     version: WeightVersion
     left: int
+    name: str
+    exact: bool
+    """All of it is of one version; an install ends it."""
     behind_border: bool = False
     waiting: list[bytes] = field(default_factory=list)
     """Contents that made tokens which nobody was given yet."""
@@ -44,6 +48,7 @@ class Requests:
         self._life = life
         self._live: list[_Request] = []
         self._waiters: list[_Waiter] = []
+        self._made = 0
 
     def generate(self, stream: Stream, tokens: int, wanted: int | None) -> None:
         """A client asks. It waits outside the gate until the gate is open and its pin is met, for a time."""
@@ -61,7 +66,9 @@ class Requests:
                 self._refuse(waiter, e.EnginePoisoned(engine_id=state.engine_id, cause=state.weights.cause))
             elif self._life.open and state.applied is not None and state.applied.number >= (waiter.wanted or 0):
                 self._waiters.remove(waiter)
-                request = _Request(waiter.stream, state.applied, waiter.tokens)
+                self._made += 1
+                exact = self._life.world.kernel.rng.random() < EXACT_CHANCE
+                request = _Request(waiter.stream, state.applied, waiter.tokens, f"r{self._made}", exact)
                 request.stream.on_server_end = lambda request=request: self._drop(request)  # type: ignore[misc]
                 self._live.append(request)
                 self._count()
@@ -91,7 +98,7 @@ class Requests:
     def _token(self, request: _Request) -> None:
         if request.ended:
             return
-        if self._life.engine.running:
+        if self._life.engine.running and not self._life.engine.stalled:
             request.left -= 1
             if request.behind_border:
                 request.waiting.append(self._life.engine.content)
@@ -110,11 +117,20 @@ class Requests:
 
     def release(self, version: WeightVersion) -> None:
         """The gate opens with `version`: what waited is its, and so is what comes."""
-        for request in self._live:
+        for request in list(self._live):
+            if request.exact and request.version != version:
+                self._cut(request)
+                continue
             request.behind_border, request.version = False, version
             for content in request.waiting:
                 self._life.world.witness.token(self._life, version, content)
             request.waiting.clear()
+
+    def _cut(self, request: _Request) -> None:
+        error = e.VersionChanged(request_id=request.name)
+        self._life.world.witness.refused(error)
+        request.stream.refuse(error)
+        self._drop(request)
 
     def abort_all(self) -> None:
         """Poisoned: what waited is dropped, and each sample ends with what it has."""
@@ -129,7 +145,7 @@ class Requests:
     def disagree(self) -> None:
         """INV-11: a sample that ends shows that its spans are not the engine's own."""
         for request in self._live[:1]:
-            error = e.SpanMismatch(request_id="r", ours=str(request.version), engines="otherwise")
+            error = e.SpanMismatch(request_id=request.name, ours=str(request.version), engines="otherwise")
             self._life.world.witness.refused(error)
             request.stream.refuse(error)
             self._drop(request)

@@ -169,6 +169,12 @@ class Rogue(Process):
             fe.CheckpointPublished(run, Term(0), kept),
             fe.CheckpointRetired(run, model, Term(0), 1),
             fe.LedgerAccepted(other, "nobody"),
+            fe.KeepRequested(other, EngineId("e0"), model, 1),
+            fe.KeepRequested(run, EngineId("nobody"), ModelName(""), 1),
+            fe.KeepRequested(run, EngineId("e0"), ModelName("teacher"), 1),
+            fe.KeepRequested(run, next(iter(team.agents.values())).engine_id, model, 10**6),
+            fe.ReleaseRequested(other, EngineId("e0")),
+            fe.ReleaseRequested(run, EngineId("nobody")),
         ]
         if team.served and term:
             served = max(team.served)

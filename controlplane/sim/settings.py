@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from controlplane.core.engine_core import EngineCore
 from controlplane.core.fleet import FleetCore
-from controlplane.core.layout import DType, Expected, Layout, TensorSpec, content_digest
+from controlplane.core.layout import (
+    MODEL_ONLY,
+    DType,
+    Expected,
+    Layout,
+    Target,
+    TargetKind,
+    TensorSpec,
+    content_digest,
+)
 from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import ModelName, RunId
 
@@ -26,21 +35,30 @@ class ModelSpec:
 
     @property
     def expected(self) -> Expected:
-        return Expected(
-            shapes={t.name: t.shape for t in self.layout.tensors},
-            dtypes={t.name: frozenset({t.dtype}) for t in self.layout.tensors},
-        )
+        draft = self.layout.draft
+        return replace(_expected(self.layout.model), draft=None if draft is None else _expected(draft))
 
 
-def _two_tensors(rows: int) -> Layout:
-    return Layout((TensorSpec("a", DType.BF16, (4, 2)), TensorSpec("b", DType.BF16, (rows,))))
+def _expected(layout: Layout) -> Expected:
+    return Expected(
+        shapes={t.name: t.shape for t in layout.tensors},
+        dtypes={t.name: frozenset({t.dtype}) for t in layout.tensors},
+    )
+
+
+def _two_tensors(rows: int, targets: tuple[Target, ...] = MODEL_ONLY) -> Layout:
+    return Layout((TensorSpec("a", DType.BF16, (4, 2)), TensorSpec("b", DType.BF16, (rows,), targets)))
+
+
+BOTH = (Target(TargetKind.DRAFT), Target())
+"""Of a tensor that is the draft model's too: its engines propose with what they serve, under one version."""
 
 
 TENSORS = 2
 """Of every model; their layouts differ all the same."""
 MODELS = {
     POLICY: ModelSpec(POLICY, "", _two_tensors(3)),
-    CRITIC: ModelSpec(CRITIC, "c", _two_tensors(5)),
+    CRITIC: ModelSpec(CRITIC, "c", _two_tensors(5, BOTH)),
     REFERENCE: ModelSpec(REFERENCE, "r", _two_tensors(7), frozen=True),
 }
 GROUPS = ("left", "right")
@@ -65,9 +83,11 @@ CHANCES: Mapping[str, float] = {
     "kill an engine": 0.06,
     "take over": 0.05,
     "pause an engine": 0.10,
+    "stall": 0.08,
     "sleep": 0.12,
     "drain": 0.08,
     "roll back": 0.08,
+    "keep": 0.2,
     "lose a checkpoint": 0.05,
     "rogue": 0.30,
     "spans disagree": 0.02,
@@ -93,6 +113,8 @@ class SimSettings:
     """The policy's engines serve in pairs; None: the seed chooses."""
     lends: bool | None = None
     """Trainers share devices with engines, which sleep while they train; None: the seed chooses."""
+    streaming: int | None = None
+    """How many of each trained model's engines install updates as they come; None: the seed chooses."""
     checkpoints: bool = True
     """Trainers write what they pushed where engines can read it."""
     run_id: RunId = RUN

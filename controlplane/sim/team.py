@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from controlplane.core.versions import WeightVersion
 from controlplane.sim.agent import Agent, Seat
-from controlplane.sim.settings import GROUPS, ModelSpec
+from controlplane.sim.settings import GROUPS, ModelSpec, digest_of
 from controlplane.sim.trainer import Trainer
 
 if TYPE_CHECKING:
@@ -20,9 +20,11 @@ MAX_UNITS = 8
 class Team:
     """A frozen model has no trainers: its engines serve what they loaded."""
 
-    def __init__(self, world: World, spec: ModelSpec, engines: int, *, units: bool, lends: bool) -> None:
+    def __init__(
+        self, world: World, spec: ModelSpec, engines: int, *, units: bool, lends: bool, streaming: int
+    ) -> None:
         """`units`: the engines serve in pairs, those beyond MAX_UNITS alone. `lends`: half of them share their
-        trainer's devices, and sleep while it trains."""
+        trainer's devices, and sleep while it trains. `streaming`: so many install updates as they come."""
         self.world = world
         self.spec = spec
         self.borrows = False
@@ -30,7 +32,7 @@ class Team:
         self.rests = False
         """Its trainers push nothing now."""
         content = world.next_content() if spec.frozen else None
-        seats = [self._seat(i, engines if units else 0) for i in range(engines)]
+        seats = [self._seat(i, engines if units else 0, streaming=i < streaming) for i in range(engines)]
         self.agents = {seat.name: Agent(world, spec, seat, content) for seat in seats}
         self.shared = list(self.agents.values())[: (engines + 1) // 2] if lends else []
         """Engines on the devices of whoever trains the model."""
@@ -38,13 +40,13 @@ class Team:
         """Those that were not fenced."""
         self._trainers_made = 0
 
-    def _seat(self, index: int, in_units: int) -> Seat:
+    def _seat(self, index: int, in_units: int, *, streaming: bool) -> Seat:
         name = f"{self.spec.prefix}e{index}"
         grouped = self.spec.prefix == "" and bool(self.world.policy.min_engines)
         group = GROUPS[index % len(GROUPS)] if grouped else ""
         paired = index // UNIT_SIZE < min(in_units // UNIT_SIZE, MAX_UNITS)
         unit = f"pair{index // UNIT_SIZE}" if paired else ""  # of the model: others have units of that name too
-        return Seat(name, (f"gpu-{name}",), group, unit, UNIT_SIZE if paired else 0)
+        return Seat(name, (f"gpu-{name}",), group, unit, UNIT_SIZE if paired else 0, streaming)
 
     @property
     def served(self) -> tuple[WeightVersion, ...]:
@@ -73,16 +75,34 @@ class Team:
     # ---- how it is ----
 
     def well(self, above: int = 0) -> bool:
-        """Every engine serves a version above that number, and is routed to."""
-        core = self.world.coordinator.core
+        """Every engine serves what it is to serve, and is routed to: a version above that number, or one that it stays
+        at."""
+        stays = self.world.coordinator.ledger.kept.stays
         if not self.world.coordinator.up or not self.agents:
             return False
-        if not any(v.number > above or self.spec.frozen for v in self.served):
+        moves = not self.spec.frozen and any(a.engine_id not in stays for a in self.agents.values())
+        if not self.served or (moves and max(self.served).number <= above):
             return False
-        return all(
-            a.up and a.present.open and a.name in core.engines and core.routable(core.engines[a.engine_id])
-            for a in self.agents.values()
-        )
+        return all(self._is_lit(a) or self._is_out_of_reach(a) for a in self.agents.values())
+
+    def _is_lit(self, agent: Agent) -> bool:
+        """It serves what it is to serve, and is routed to."""
+        core, kept = self.world.coordinator.core, self.world.coordinator.ledger.kept.stays.get(agent.engine_id)
+        if kept is not None and not agent.seat.unit and agent.present.core.state.applied != kept.version:
+            return False
+        known = agent.up and agent.name in core.engines
+        return known and agent.present.open and core.routable(core.engines[agent.engine_id])
+
+    def _is_out_of_reach(self, agent: Agent) -> bool:
+        """It is to stay at a version that nobody can bring to it: its files are gone, or this life went past it."""
+        kept, state = self.world.coordinator.ledger.kept.stays.get(agent.engine_id), agent.present.core.state
+        if kept is None or not agent.up:
+            return False
+        known = self.world.coordinator.core.model(self.spec.name).checkpoints.get(kept.version.number)
+        written = None if known is None else self.world.shelf.get(known.name)
+        lies_there = written is not None and digest_of(written.content) == kept.content_digest
+        past = state.applied is not None and state.applied.number > kept.version.number
+        return not lies_there or past
 
     def describe(self) -> str:
         core = self.world.coordinator.core

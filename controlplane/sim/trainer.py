@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 BACKOFF_SECONDS = (0.2, 0.8)
 BORROW_CHANCE = 0.5
+BESIDE_CHANCE = 0.4
+"""Of trainings on borrowed devices: those after which it pushes before it gives them back."""
 
 
 class Trainer(Process):
@@ -166,6 +168,12 @@ class Trainer(Process):
         self.step += 1
         self.devices.give(self._push_awake)
 
+    def _push_beside_unless_it_rests(self) -> None:
+        if self.team.rests:
+            self._push()
+        else:
+            self.push_beside()
+
     def push_beside(self) -> None:
         """While it holds its devices: engines install, and are heard when it gives them."""
         self.step += 1
@@ -188,6 +196,7 @@ class Trainer(Process):
 
     def _train(self) -> None:
         if self.team.shared and self.team.borrows and self.world.kernel.rng.random() < BORROW_CHANCE:
-            self.devices.take(self._push)
+            beside = self.world.kernel.rng.random() < BESIDE_CHANCE
+            self.devices.take(self._push_beside_unless_it_rests if beside else self._push)
         else:
             self._push()

@@ -21,9 +21,14 @@ from controlplane.sim.settings import checksum
 
 if TYPE_CHECKING:
     from controlplane.sim.agent import Life
+    from controlplane.sim.streaming import StreamingInstall
 
 CHECK_SECONDS = (0.005, 0.1)
 READ_SECONDS = (0.01, 0.15)
+
+
+def _nobody() -> None:
+    pass
 
 
 @dataclass
@@ -34,6 +39,8 @@ class Writer:
     """Whether the layout is needed, whether it attached."""
     ready: Callable[[], None]
     applied: Callable[[], None]
+    released: Callable[[], None] = _nobody
+    """The next chunk of a streaming update is in the engine, and nobody reads it any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +60,9 @@ class UpdateStream:
         self.number = number
         self.writer: Writer | None = None
         self.layout_needed = False
+        self._streams = False
+        """It is a streaming update's: what comes is installed as it comes."""
+        self._install: StreamingInstall | None = None
         self._reads: str | None = None
         """Name of the checkpoint whose files are the chunks."""
         self._frames: deque[Callable[[], None]] = deque()
@@ -106,11 +116,21 @@ class UpdateStream:
             self._wait(event.update_id)
         else:
             self.life.staged[self.number] = Staged()
+            self._streams = event.streaming
+            if not accept.layout_needed:
+                self._admit()
             if self._reads is not None:
                 self._read_file(self._reads, 0, event.version)
 
     def _layout(self, parts: Callable[[], Layout]) -> None:
         self.life.apply(ee.LayoutArrived(self.number, parts()))
+        self._admit()
+
+    def _admit(self) -> None:
+        """Of a streaming update: it would take the chunks, and touched nothing."""
+        if self._streams and self.writer is not None:
+            self.life.apply(ee.StreamAdmitted(self.number))
+            self.stream.to_client(self.writer.ready)
 
     def _read_file(self, name: str, index: int, version: WeightVersion) -> None:
         """A file takes its time; it is there or not when it is opened."""
@@ -130,7 +150,10 @@ class UpdateStream:
 
     def _chunk(self, frame: ChunkFrame) -> None:
         event = frame.event(self.number)
-        verify = next(x for x in self.life.apply(event) if isinstance(x, ee.Verify))
+        effects = self.life.apply(event)
+        verify = next(x for x in effects if isinstance(x, ee.Verify))
+        for start in (x for x in effects if isinstance(x, ee.StartStreaming)):
+            self._install = self.life.work.start_streaming(start)
         self._busy = True
         seconds = self.life.world.kernel.rng.uniform(*CHECK_SECONDS) + self.life.world.faults.slow_check(self.life)
         self.life.after(seconds, lambda: self._checked(frame, event, verify))
@@ -142,12 +165,32 @@ class UpdateStream:
         try:
             self._check(frame, event)
             self.life.world.faults.point(self.life.agent, "engine.between_chunks")
-            if verify.last:
-                self.life.apply(ee.BytesVerified(self.number))
-                assert self.writer is not None
-                self.stream.to_client(self.writer.ready)
+            if self._install is None:
+                self._received(verify)
+            elif verify.tensors:
+                self._busy = True
+                self._install.put(lambda: self._put(verify))
+            else:
+                self._put(verify)
         except e.WeightplaneError as error:
             self.fail(error)
+        self._read()
+
+    def _received(self, verify: ee.Verify) -> None:
+        if verify.last:
+            self.life.apply(ee.BytesVerified(self.number))
+            assert self.writer is not None
+            self.stream.to_client(self.writer.ready)
+
+    def _put(self, verify: ee.Verify) -> None:
+        """Of a streaming update: it is in the engine."""
+        self._busy, self._heard_at = False, self.life.world.kernel.now
+        if self._ended:
+            return
+        if verify.last:
+            self.life.apply(ee.BytesVerified(self.number))
+        assert self.writer is not None
+        self.stream.to_client(self.writer.released)
         self._read()
 
     def _check(self, frame: ChunkFrame, event: ee.ChunkArrived) -> None:
@@ -165,7 +208,12 @@ class UpdateStream:
             staged.contents[record.tensor] = content
 
     def _commit(self, event: ee.CommitArrived) -> None:
-        start = next(x for x in self.life.apply(event) if isinstance(x, ee.StartInstall))
+        effects = self.life.apply(event)
+        if self._install is not None:
+            self._install.finish()
+            self._wait(next(x for x in effects if isinstance(x, ee.FinishStreaming)).update.update_id)
+            return
+        start = next(x for x in effects if isinstance(x, ee.StartInstall))
         self.life.work.start_install(start)
         self._wait(start.update.update_id)
 
@@ -204,7 +252,8 @@ class UpdateStream:
             return
         silent = life.world.kernel.now - self._heard_at
         limit = life.world.settings.stream_idle
-        installing = life.core.state.installing
+        update = life.core.update
+        installing = self._busy or (update is not None and update.committed)
         if silent >= limit - 1e-6 and not installing:
             self.fail(e.UpdateAborted(update_id="", cause=f"no frame for {limit} s"))
         else:

@@ -27,6 +27,8 @@ class EngineWitness(Truth):
         self.coverage.engine_events[type(event).__name__] += 1
         for move in moves(type(event), before, after):
             self.coverage.moves[move] += 1
+        for hold in after.holds - before.holds:
+            self.coverage.holds[hold.kind] += 1
         if isinstance(event, ee.FleetChanged):
             life.notes.told = event.served
         self._check_claim(life, event, before)
@@ -35,8 +37,10 @@ class EngineWitness(Truth):
         if isinstance(event, ee.InstallEnded):
             self._check_failure(life, event)
         for effect in effects:
-            if isinstance(effect, ee.StartInstall):
-                self._check_start(life, event, effect.update)
+            if isinstance(effect, ee.StartInstall | ee.FinishStreaming):
+                self._check_commit(life, event, effect.update)
+            elif isinstance(effect, ee.StartStreaming):
+                self._check_stream(life, event, effect.update)
             elif isinstance(effect, ee.Accept):
                 self._check_accept(life, event, effect, before)
         self.check(after.incarnation == before.incarnation, "L2", "an incarnation changed its name")
@@ -69,6 +73,8 @@ class EngineWitness(Truth):
             self.check(good, "INV-5", f"{life} applied {applied} after {notes.highest}")
             notes.highest = max(notes.highest, applied.number)
         if isinstance(event, ee.CanaryPassed | ee.CanaryDeferred):
+            taken = after.progress is not None and notes.committed == after.progress.update_id
+            self.check(taken, "INV-3", f"{life} claims {applied} without a commit frame")
             notes.distrusted = False
         elif isinstance(event, ee.SpansDisagreed):
             notes.distrusted = True
@@ -127,8 +133,19 @@ class EngineWitness(Truth):
             shut = life.notes.distrusted and isinstance(after.weights, Poisoned)
             self.check(after.weights == held_before or shut, "INV-4", f"{life} lost {held_before}")
 
-    def _check_start(self, life: Life, event: ee.Event, update: ee.Update) -> None:
-        self.check(isinstance(event, ee.CommitArrived), "INV-3", f"{type(event).__name__} began an install on {life}")
+    def _check_stream(self, life: Life, event: ee.Event, update: ee.Update) -> None:
+        """A streaming install begins: only by a chunk, and its writer was let go (INV-9)."""
+        self.check(isinstance(event, ee.ChunkArrived), "INV-3", f"{type(event).__name__} began an install on {life}")
+        went_go = life.world.coordinator.ledger.kept.went_go
+        good = update.update_id in went_go or self.ledger_restored
+        self.check(good, "INV-9", f"{update.update_id} goes into {life} before go")
+        self._check_writer(life, update.writer_term, by_coordinator=update.by_coordinator)
+        self.check(life.notes.welcomed, "INV-7", f"{life} installs before a welcome")
+        life.notes.held_before_install, life.notes.committed = life.core.state.weights, None
+
+    def _check_commit(self, life: Life, event: ee.Event, update: ee.Update) -> None:
+        what = "ended" if update.streaming else "began"
+        self.check(isinstance(event, ee.CommitArrived), "INV-3", f"{type(event).__name__} {what} an install on {life}")
         assert isinstance(event, ee.CommitArrived)
         staged = life.staged[update.stream]
         arrived = (staged.chunks, staged.byte_count, staged.digest())
@@ -139,7 +156,9 @@ class EngineWitness(Truth):
         self.check(staged.digest() == own, "models", f"{life}: {update.version} is not these bytes of its model")
         self._check_writer(life, update.writer_term, by_coordinator=update.by_coordinator)
         self.check(life.notes.welcomed, "INV-7", f"{life} installs before a welcome")
-        life.notes.held_before_install = life.core.state.weights
+        life.notes.committed = update.update_id
+        if not update.streaming:
+            life.notes.held_before_install = life.core.state.weights
 
     def _check_writer(self, life: Life, term: int, *, by_coordinator: bool) -> None:
         agent = life.agent
@@ -169,6 +188,11 @@ class EngineWitness(Truth):
         elif not state.installing:
             held = life.engine.content == self._true(life, event.version) and state.applied == event.version
             self.check(held, "INV-6", f"{life} answers {event.version} as done and does not hold it")
+
+    def heard_doubt(self, life: Life, version: WeightVersion) -> None:
+        """Equal engines contradict it, and it was told so: it does not serve that version a moment longer."""
+        held = life.core.state.applied == version
+        self.check(not held, "doubts", f"{life} is doubted, and holds {version} still")
 
     def install_begins(self, life: Life) -> None:
         """The first byte comes now."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
-from controlplane.core.engine_state import EngineState, HoldKind, Residency
+from controlplane.core.canary import AT_LEAST
+from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
 from controlplane.core.plan import EnginePlace, Plan, RankPlace
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, Term, WeightVersion
@@ -15,6 +18,9 @@ from controlplane.sim.witness_records import RecordWitness
 
 if TYPE_CHECKING:
     from controlplane.sim.coordinator import Coordinator, FleetNews
+
+
+IN_THE_WEIGHTS = (Stage.INSTALLING, Stage.APPLIED, Stage.FAILED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +61,8 @@ class FleetWitness(RecordWitness):
                 self._note_trainer(event, effects)
             case fe.TrainerReported():
                 self._note_lending(event)
+            case fe.CarryEnded(update_id, engine_id, e.EngineDraining()) if update_id in self.drained:
+                self.drained[update_id].add(engine_id)
             case fe.Tick():
                 for engine_id in core.engines:
                     self._check_record(coordinator, engine_id)
@@ -77,6 +85,7 @@ class FleetWitness(RecordWitness):
         self.engine_of[event.session] = engine_id
         now = self._kernel.now
         self.delivered[engine_id] = Delivered(event.session, event.place, event.state, event.gate_open, now)
+        self._note_drain(event.state)
         self._check_record(coordinator, engine_id)
 
     def _note_report(self, coordinator: Coordinator, event: fe.EngineReported) -> None:
@@ -87,7 +96,15 @@ class FleetWitness(RecordWitness):
             return
         self.check(last.state.incarnation == event.state.incarnation, "INV-8", "an old life's word was taken")
         self.delivered[engine_id] = replace(last, state=event.state, gate_open=event.gate_open, at=self._kernel.now)
+        self._note_drain(event.state)
         self._check_record(coordinator, engine_id)
+
+    def _note_drain(self, state: EngineState) -> None:
+        progress = state.progress
+        inside = progress.update_id if progress is not None and progress.stage in IN_THE_WEIGHTS else None
+        if state.held_by(HoldKind.DRAINING) is not None:
+            for update_id in self.drained.keys() - {inside}:
+                self.drained[update_id].add(state.engine_id)
 
     def _check_record(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """INV-8: what is known is what that incarnation said, and silence is UNKNOWN."""
@@ -97,7 +114,7 @@ class FleetWitness(RecordWitness):
             self.check(record.session == last.session, "INV-8", f"{engine_id}'s session is another's")
             silent = self._kernel.now - last.at
             self.check(silent <= self._ttl + 1e-6, "INV-8", f"{engine_id} was silent for {silent} s and is not UNKNOWN")
-        self._check_route(coordinator, engine_id, coordinator.core.model(last.state.model).served)
+        self._check_route(coordinator, engine_id)
 
     def told_ways(self, plan: Plan, avoid: Sequence[fe.Avoided]) -> None:
         """A plan is told: each engine is in it once, and no way that the request said does not work."""
@@ -110,12 +127,17 @@ class FleetWitness(RecordWitness):
 
     def gives_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """To a client: by what is on the disk."""
-        model = self.delivered[engine_id].state.model
-        self._check_route(coordinator, engine_id, coordinator.ledger.kept.served.get(model, ()))
+        self._check_route(coordinator, engine_id)
 
-    def _check_route(self, coordinator: Coordinator, engine_id: EngineId, served: tuple[WeightVersion, ...]) -> None:
+    def _may_serve(self, coordinator: Coordinator, engine_id: EngineId) -> tuple[WeightVersion, ...]:
+        """By what is on the disk: what the fleet serves, or what that engine stays at."""
+        kept, last = coordinator.ledger.kept, self.delivered[engine_id]
+        stays = None if last.place.unit else kept.stays.get(engine_id)
+        return kept.served.get(last.state.model, ()) if stays is None else (stays.version,)
+
+    def _check_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
         """INV-10: the engine, and its whole unit, serve one version."""
-        core = coordinator.core
+        core, served = coordinator.core, self._may_serve(coordinator, engine_id)
         if not core.routable(core.engines[engine_id]):
             return
         last = self.delivered[engine_id]
@@ -171,8 +193,10 @@ class FleetWitness(RecordWitness):
             shared = [r for r in lent.ranks if r.device_uuid in last.place.device_uuids]
             self.check(not shared, "devices", f"{carry.update_id} goes to {last.place}, whose devices are lent")
         if not carry.waits_for_go:
-            self.check(carry.version in kept.served.get(model, ()), "INV-7", f"{carry} is not served")
-            self.check(core.open_update(model) is None, "INV-7", f"{carry.update_id} begins in an update")
+            may = self._may_serve(coordinator, carry.engine.engine_id)
+            self.check(carry.version in may, "INV-7", f"{carry} is not served")
+            stays = carry.engine.engine_id in kept.stays
+            self.check(stays or core.open_update(model) is None, "INV-7", f"{carry.update_id} begins in an update")
             self.check(not core.recovering, "restart", f"{carry.update_id} begins before the fleet is known")
 
     # ---- decisions ----
@@ -187,6 +211,23 @@ class FleetWitness(RecordWitness):
             return False
         alive = record.session is not None or self._kernel.now - last.at <= self._ttl + 1e-6
         return alive and last.state.applied == update.version
+
+    def contradicted(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]:
+        """Of at least three engines that hold its bytes, those that most of them contradict; all here are alike."""
+        there = {i: d.state for i, d in self.delivered.items() if self._heard(coordinator, i)}
+        said = {
+            i: (s.weights, s.canary.prompt_logprobs)
+            for i, s in there.items()
+            if s.model == update.model and s.applied == update.version and s.canary is not None
+        }
+        if len({weights for weights, _ in said.values()}) != 1 or len(said) < AT_LEAST:
+            return set()
+        most, count = Counter(said.values()).most_common(1)[0]
+        return {i for i, word in said.items() if word != most} if 2 * count > len(said) else set()
+
+    def _heard(self, coordinator: Coordinator, engine_id: EngineId) -> bool:
+        record = coordinator.core.engines.get(engine_id)
+        return record is not None and record.session is not None
 
     # ---- what the coordinator tells (INV-9: it is on the disk before) ----
 
@@ -203,6 +244,8 @@ class FleetWitness(RecordWitness):
                     missing = self._apart(coordinator, own.place, version, open_too=False)
                     self.check(not missing, "units", f"{own.place.engine_id} is told to serve {version}: {missing}")
             else:
+                if own is not None and own.session == session and own.state.model == model.name:
+                    whole = set(self._may_serve(coordinator, own.place.engine_id))
                 self.check(told == whole, "INV-9", f"{told} is told, {on_disk} is on disk")
             self.check(model.term == kept.terms.get(model.name, 0), "INV-9", f"term {model.term} is told, not written")
 

@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 
 from controlplane.core.engine_state import Stage
 from controlplane.core.fleet_records import (
+    CheckpointGone,
     CheckpointKept,
+    EngineKept,
     FloorRaised,
     FrozenServed,
     Record,
@@ -48,9 +50,16 @@ class RecordWitness(Truth):
         self._highest_coordinator = 0
         self._began_in: dict[UpdateId, int] = {}
         self._phases: dict[UpdateId, Phase] = {}
+        self._asked: dict[UpdateId, dict[EngineId, str]] = {}
+        """Who was required when the update began, and of which unit."""
+        self.drained: dict[UpdateId, set[EngineId]] = {}
+        """Who said that it drains, with nothing of the update in it."""
 
     @abstractmethod
     def holders(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
+
+    @abstractmethod
+    def contradicted(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
 
     def ledger_put_back(self, coordinator: Coordinator) -> None:
         """An older copy: what was decided since is open again."""
@@ -74,7 +83,7 @@ class RecordWitness(Truth):
                 fresh = record.term > self._highest_terms.get(record.model, Term(0)) or self.ledger_restored
                 self.check(fresh, "INV-7", f"term {record.term} is given twice")
             case UpdateBegan():
-                self._check_began(record)
+                self._check_began(coordinator, record)
             case UpdateWentGo():
                 same_life = self._began_in.get(record.update_id) == coordinator.life
                 self.check(same_life, "restart", f"{record.update_id} had no go when the coordinator died, and got one")
@@ -89,12 +98,22 @@ class RecordWitness(Truth):
                 known = self.truth.get((record.model, FROZEN), record.content_digest)
                 good = record.content_digest == known and self.loaded(record.model, known)
                 self.check(good, "frozen", f"{record} is not what its engines loaded")
+            case CheckpointGone():
+                stays = coordinator.ledger.kept.stays.values()
+                used = [k for k in stays if (k.model, k.version.number) == (record.model, record.number)]
+                self.check(not used, "keeps", f"{record} is gone, where {used} may be needed")
+            case EngineKept():
+                known = self.truth.get((record.model, record.version))
+                self.check(record.content_digest == known, "keeps", f"{record} is not what was written")
             case FloorRaised():
                 self._check_floor(coordinator, record)
             case _:
                 pass
 
-    def _check_began(self, record: UpdateBegan) -> None:
+    def _check_began(self, coordinator: Coordinator, record: UpdateBegan) -> None:
+        stays = coordinator.ledger.kept.stays
+        wrong = [a.engine_id for a in record.engines if a.engine_id in stays and not a.unit]
+        self.check(not wrong, "keeps", f"{record.update_id} goes to {wrong}, which stay at a version")
         number = record.version.number
         fresh = number > self._highest_number or self.ledger_restored
         self.check(fresh, "versions", f"number {number} is given after {self._highest_number}")
@@ -126,6 +145,8 @@ class RecordWitness(Truth):
     def _check_decision(self, coordinator: Coordinator, update: UpdateTransaction, record: UpdateDecided) -> None:
         """INV-9: by the reports of incarnations alive now, at least one; unless its version is served already."""
         rolled = record.update_id in coordinator.ledger.kept.rolled
+        for outcome in record.outcomes:
+            self.coverage.reasons.update([outcome.error_reason] if outcome.error_reason else [])
         if record.phase is Phase.FAILED:
             self.check(not rolled, "INV-9", f"{record.update_id} was served already, and is given up")
             return
@@ -136,11 +157,14 @@ class RecordWitness(Truth):
         if record.content_digest:
             known = self.truth.get((record.model, update.version))
             self.check(record.content_digest == known, "INV-6", f"{record.update_id} is other content than was sent")
+        trusted = {o.engine_id for o in record.outcomes if o.applied} & self.contradicted(coordinator, update)
+        self.check(not trusted, "doubts", f"{record.update_id} counts {trusted}, whom equal engines contradict")
         if record.phase is Phase.COMMITTED:
             self._check_enough(coordinator, update)
 
     def _check_enough(self, coordinator: Coordinator, update: UpdateTransaction) -> None:
         """Whole units for the quorum, and of each of the model's groups what the policy wants."""
+        self._check_left(update)
         policy, units = coordinator.world.policy, _units(update.required)
         said = sum(all(o.stage is Stage.APPLIED for o in unit) for unit in units)
         needed = policy.needed(len(units))
@@ -150,6 +174,15 @@ class RecordWitness(Truth):
             count = sum(o.stage is Stage.APPLIED and o.group == group for o in update.outcomes.values())
             wanted = policy.min_engines[group]
             self.check(count >= wanted, "INV-9", f"{update.update_id} is committed by {count} of {wanted} of {group}")
+
+    def _check_left(self, update: UpdateTransaction) -> None:
+        """Who is required no more drained, by its own word or as the member of such a unit; and somebody is left."""
+        asked, drained = self._asked.get(update.update_id, {}), self.drained.get(update.update_id, set())
+        units = {asked[i] for i in drained if asked.get(i)}
+        excused = drained | {i for i, unit in asked.items() if unit in units}
+        missing = asked.keys() - {o.engine_id for o in update.required} - excused
+        self.check(not missing, "INV-9", f"{update.update_id} is committed without {missing}")
+        self.check(bool(update.required), "INV-9", f"{update.update_id} is committed, and nobody was required")
 
     # ---- once it is on the disk ----
 
@@ -164,6 +197,8 @@ class RecordWitness(Truth):
                 self.answers[record.request_id] = record.version
                 self._began_in[record.update_id] = coordinator.life
                 self._phases[record.update_id] = Phase.PREPARING
+                self._asked[record.update_id] = {a.engine_id: a.unit for a in record.engines if a.required}
+                self.drained[record.update_id] = set()
                 if record.restores is not None:
                     self.wrote(record.model, record.version, self.truth[(record.model, record.restores)])
             case UpdateWentGo():
@@ -181,6 +216,9 @@ class RecordWitness(Truth):
         before = self._phases.get(update_id, Phase.PREPARING)
         self.check(not before.final, "INV-9", f"{update_id} was {before.value}, and is decided again")
         self.coverage.phases[(before, phase)] += 1
+        if phase.final:
+            self.drained.pop(update_id, None)
+            self._asked.pop(update_id, None)
         self._phases[update_id] = phase
 
     def _start_anew(self, record: FloorRaised) -> None:

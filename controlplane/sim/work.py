@@ -9,15 +9,18 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.canary import Canary
 from controlplane.core.engine_sleep import owes_canary
-from controlplane.core.engine_state import LETS_FINISH, Poisoned, Residency, Timings
+from controlplane.core.engine_state import LETS_FINISH, Hold, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.engine_state import Life as LifeWord
+from controlplane.core.pauses import KEEP, PauseMode, PausePolicy
 from controlplane.sim.engine import InstallEnding, Turns
 from controlplane.sim.kernel import Action
+from controlplane.sim.streaming import StreamingInstall
 
 if TYPE_CHECKING:
     from controlplane.sim.agent import Life
 
 INSTALL_SECONDS = (0.02, 0.4)
+LOOK_SECONDS = 0.05
 SLEEP_SECONDS = (0.02, 0.4)
 USUAL, STRANGE = -1.0, -2.0
 """What a canary says."""
@@ -32,6 +35,7 @@ class EngineWork:
         self._world = life.world
         self._engine = life.engine
         self._turns = Turns()
+        self._streaming: dict[int, StreamingInstall] = {}
         self._looks = False
         self._owed = InstallEnding.WORKS
         """How the canary that was put off ends."""
@@ -49,46 +53,92 @@ class EngineWork:
         """From here on the agent owns the update."""
         ending = self._world.faults.install_ending(self._life.agent.name)
         self._turns.take(
-            lambda: self._life.after(self._some(0.1), lambda: self._quiesce(effect.stream, effect.update, ending))
+            lambda: self._life.after(
+                self._some(0.1), lambda: self.stand_still(effect.update, lambda: self._quiet(effect, ending))
+            )
         )
 
-    def _quiesce(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
-        self._world.faults.point(self._life.agent, "engine.before_install")
-        self._stop_scheduler()
-        self._life.after(self._some(0.5), lambda: self._install(stream, update, ending))
+    def start_streaming(self, effect: ee.StartStreaming) -> StreamingInstall:
+        """Only its end opens the gate from here on; until the commit frame its stream may cut it (INV-4)."""
+        ending = self._world.faults.install_ending(self._life.agent.name)
+        install = self._streaming[effect.stream] = StreamingInstall(self._life, effect, ending)
+        self._turns.take(install.begin)
+        return install
 
-    def _install(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
-        name, version = self._life.agent.name, str(update.version)
-        if ending is InstallEnding.NOT_QUIET:
-            touched = self._life.core.state.weights != update.held_before
-            self._failed(stream, e.DeadlineExceeded("quiesce", "the last tokens", 1.0), touched=touched)
-            return
-        if ending is InstallEnding.LOST_QUIETING:
-            self._lost(stream, e.EngineDied(engine_id=name, cause="killed while it became quiet"))
+    def cut(self, stream: int, error: e.WeightplaneError) -> None:
+        """The stream of a streaming install ended in its middle."""
+        self._streaming[stream].cut(error)
+
+    def stand_still(self, update: ee.Update, then: Action) -> None:
+        """Let requests finish where they are waited for, and stop the scheduler; `then` when no forward pass runs any
+        more."""
+        self._world.faults.point(self._life.agent, "engine.before_install")
+        pause = update.pause or KEEP
+        waits = pause.wait_seconds if pause.mode is PauseMode.WAIT and self.scheduler_runs else 0.0
+        self._let_finish(self._world.kernel.now + waits, lambda: self._stop_for(pause, then))
+
+    def _let_finish(self, until: float, then: Action) -> None:
+        """Nobody enters meanwhile. Somebody who keeps the gate shut and lets nobody finish ends the waiting."""
+        stops = any(h.kind not in LETS_FINISH | {HoldKind.UPDATING} for h in self._life.core.state.holds)
+        if stops or not self._life.requests.some or self._world.kernel.now >= until:
+            then()
+        else:
+            self._life.after(LOOK_SECONDS, lambda: self._let_finish(until, then))
+
+    def _stop_for(self, pause: PausePolicy, then: Action) -> None:
+        self._stop_scheduler()
+        mode = pause.fallback if pause.mode is PauseMode.WAIT else pause.mode
+        if isinstance(self._life.core.state.weights, Poisoned) or mode is PauseMode.ABORT:
+            self._life.requests.abort_all()
+        self._life.after(self._some(0.5), then)
+
+    def install_seconds(self, part: float) -> float:
+        return self._some(part) + self._world.faults.slow_install(self._life)
+
+    def _quiet(self, effect: ee.StartInstall, ending: InstallEnding) -> None:
+        stream, update = effect.stream, effect.update
+        if self.fails_quieting(stream, update, ending):
             return
         self._life.apply(ee.Quiesced())
         if ending is InstallEnding.UNTOUCHED:
-            self._failed(stream, e.InstallFailed(name, version, False, "no byte could be read"), touched=False)
+            error = e.InstallFailed(self._life.agent.name, str(update.version), False, "no byte could be read")
+            self.failed(stream, error, touched=False)
             return
         self._world.faults.point(self._life.agent, "engine.mid_install")
         self._world.witness.install_begins(self._life)
         self._engine.install_begins()
-        seconds = self._some(1.0) + self._world.faults.slow_install(self._life)
-        self._life.after(seconds, lambda: self._loaded(stream, update, ending))
+        self._life.after(self.install_seconds(1.0), lambda: self._loaded(stream, update, ending))
+
+    def fails_quieting(self, stream: int, update: ee.Update, ending: InstallEnding) -> bool:
+        """Whether it ended before a byte was touched."""
+        if ending is InstallEnding.NOT_QUIET:
+            touched = self._life.core.state.weights != update.held_before
+            self.failed(stream, e.DeadlineExceeded("quiesce", "the last tokens", 1.0), touched=touched)
+        elif ending is InstallEnding.LOST_QUIETING:
+            self._lost(stream, e.EngineDied(engine_id=self._life.agent.name, cause="killed while it became quiet"))
+        return ending in (InstallEnding.NOT_QUIET, InstallEnding.LOST_QUIETING)
 
     def _loaded(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+        if not self.fails_loading(stream, update, ending):
+            self.loaded(stream, update, ending)
+
+    def fails_loading(self, stream: int, update: ee.Update, ending: InstallEnding) -> bool:
+        """Whether it ended with some bytes in."""
         name, version = self._life.agent.name, str(update.version)
         if ending is InstallEnding.TOUCHED:
-            self._failed(stream, e.InstallFailed(name, version, True, "a worker failed"), touched=True)
+            self.failed(stream, e.InstallFailed(name, version, True, "a worker failed"), touched=True)
         elif ending is InstallEnding.TIMED_OUT:
             self._lost(stream, e.InstallTimedOut(name, version, 1.0))
         elif ending is InstallEnding.DIED:
             self._lost(stream, e.EngineDied(engine_id=name, cause="killed in mid-install"))
-        else:
-            staged = self._life.staged[stream]
-            self._world.witness.check(not staged.closed, "INV-12", f"{self._life} reads what was dropped")
-            self._engine.install_worked(staged.digest())
-            self._life.after(self._some(0.3), lambda: self._spoke(stream, update, ending))
+        return ending in (InstallEnding.TOUCHED, InstallEnding.TIMED_OUT, InstallEnding.DIED)
+
+    def loaded(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+        """Every byte is in."""
+        staged = self._life.staged[stream]
+        self._world.witness.check(not staged.closed, "INV-12", f"{self._life} reads what was dropped")
+        self._engine.install_worked(staged.digest())
+        self._life.after(self._some(0.3), lambda: self._spoke(stream, update, ending))
 
     def _spoke(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
         self._world.faults.point(self._life.agent, "engine.after_install")
@@ -99,14 +149,14 @@ class EngineWork:
             return
         if ending is InstallEnding.CANARY:
             error = e.CanaryFailed(self._life.agent.name, str(update.version), "a logprob is not finite")
-            self._failed(stream, error, touched=True)
+            self.failed(stream, error, touched=True)
             return
         self._engine.heard = self._engine.content
         said = STRANGE if ending is InstallEnding.STRANGE else USUAL
         self._life.apply(ee.CanaryPassed(Timings(), Canary((said,))))
         self._install_over(stream)
 
-    def _failed(self, stream: int, error: e.WeightplaneError, *, touched: bool) -> None:
+    def failed(self, stream: int, error: e.WeightplaneError, *, touched: bool) -> None:
         self._world.witness.refused(error)
         self._life.apply(ee.InstallEnded(error, touched))
         if touched:
@@ -115,12 +165,53 @@ class EngineWork:
 
     def _lost(self, stream: int, error: e.WeightplaneError) -> None:
         """An unknown outcome: the processes go, and a new incarnation takes their place."""
-        self._failed(stream, error, touched=True)
+        self.failed(stream, error, touched=True)
         self._life.die(str(error))
 
     def _install_over(self, stream: int) -> None:
+        self._streaming.pop(stream, None)
         self._life.drop(stream)
         self._turns.done()
+
+    # ---- pauses ----
+
+    def pause(self, owner: str, how: PausePolicy, told: Action) -> None:
+        """As `engine_agent.commands`: with WAIT those that are in finish first, or time is over; then it is held."""
+        operator, finishing = Hold(HoldKind.OPERATOR, owner), Hold(HoldKind.FINISHING, owner)
+
+        def hold() -> None:
+            if how.mode is PauseMode.WAIT and finishing not in self._life.core.state.holds:
+                told()  # its owner resumed meanwhile
+                return
+            self._life.apply(ee.HoldChanged(operator, True))
+            self._life.apply(ee.HoldChanged(finishing, False))
+            mode = how.fallback if how.mode is PauseMode.WAIT else how.mode
+            self._turns.take(lambda: self._held(operator, abort=mode is PauseMode.ABORT, told=told))
+
+        if how.mode is PauseMode.WAIT:
+            self._life.apply(ee.HoldChanged(finishing, True))
+            self._let_finish(self._world.kernel.now + how.wait_seconds, hold)
+        else:
+            hold()
+
+    def _held(self, hold: Hold, *, abort: bool, told: Action) -> None:
+        if abort and hold in self._life.core.state.holds and self._life.running:
+            self._stop_scheduler()
+            self._life.requests.abort_all()
+        told()
+        self._turns.done()
+
+    def stall(self, seconds: float) -> None:
+        """The engine's core answers nothing for so long: its agent holds the gate until it does (INV-10)."""
+        hold = Hold(HoldKind.STALLED, self._life.agent.name)
+        if self.idle and not self._engine.stalled:
+            self._engine.stalled = True
+            self._life.apply(ee.HoldChanged(hold, True))
+            self._life.after(seconds, lambda: self._answers(hold))
+
+    def _answers(self, hold: Hold) -> None:
+        self._engine.stalled = False
+        self._life.apply(ee.HoldChanged(hold, False))
 
     # ---- sleep ----
 
@@ -148,7 +239,8 @@ class EngineWork:
 
     def wake(self, event: ee.WakeRequested, told: Action) -> None:
         """Take the devices again; `told` when that is done. Raises the core's refusals."""
-        self._life.devices_given(event.owner)
+        if event.kv:
+            self._life.devices_given(event.owner)
         starts = any(isinstance(x, ee.StartWake) for x in self._life.apply(event))
         self._turns.take(lambda: self._wake(event.kv if starts else None, told))
 

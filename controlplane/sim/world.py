@@ -67,10 +67,19 @@ class World:
         units, lends = rng.random() < UNITS_CHANCE, rng.random() < LENDS_CHANCE
         units = units if self.settings.units is None else self.settings.units
         lends = lends if self.settings.lends is None else self.settings.lends
-        team = Team(self, spec, count, units=units and not spec.frozen, lends=lends and not spec.frozen)
+        streaming = self._streaming(count)
+        trained = not spec.frozen
+        team = Team(self, spec, count, units=units and trained, lends=lends and trained, streaming=streaming * trained)
         for agent in team.agents.values():
             self.witness.met(agent)
         return team
+
+    def _streaming(self, count: int) -> int:
+        """Beside staged engines they get whole versions, unless their devices are their trainer's; so mostly all or
+        none of them stream."""
+        rng = self.kernel.rng
+        chosen = rng.choice((0, count, rng.randint(0, count)))
+        return chosen if self.settings.streaming is None else self.settings.streaming
 
     def start(self, *, trainer: bool = True) -> None:
         """Everything comes up at once."""
@@ -121,8 +130,16 @@ class World:
                 raise Violation("liveness", f"not within {limit} s: {what}; {self.describe()}")
 
     def settle(self) -> None:
-        """Faults stop; then every engine serves a version that was committed since, within the limit."""
+        """Faults stop; then every engine serves what it is to serve, within the limit: a version that was committed
+        since, or the one that it stays at. Then those are released, and serve such a version too."""
         self.faults.stop()
+        if self.coordinator.ledger.kept.stays:
+            self._settle()
+        self.people.releases = True
+        self.run_until(lambda: not self.coordinator.ledger.kept.stays, 10.0, "every engine is released")
+        self._settle()
+
+    def _settle(self) -> None:
         number = max((v.number for team in self.teams.values() for v in team.served), default=0)
         for team in self.teams.values():
             if not team.trainers and not team.spec.frozen:

@@ -74,7 +74,7 @@ async def test_l1_a_third_engine_joins_and_another_leaves_while_training_goes_on
             with suppress(asyncio.CancelledError):
                 await sampling
         assert (left, seen["e0"] > 0) == (seen["e1"], True)
-        # A drain ends an update that did not go yet; its push tries again by itself.
+        # Who drains leaves an update that is under way.
         assert trainer.ranks[0].said("failed") == []
         assert trainer.ranks[0].process.returncode is None, "it trains on"
         for engine in engines.values():

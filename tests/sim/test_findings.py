@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
+from controlplane.core.canary import Canary
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Residency, Stage, Timings, Unset
 from controlplane.core.fleet_records import (
     CheckpointKept,
@@ -325,10 +327,10 @@ def test_a_rollback_does_not_wait_for_an_engine_that_refused_it() -> None:
     f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
     f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
     rollback = f.core.updates[UpdateId("r")]
-    refused = e.EngineDraining(engine_id="e1", owner="ann")
+    refused = e.EngineAsleep(engine_id="e1", missing="the KV cache is")
     f.handle(fe.CarryEnded(UpdateId("r"), EngineId("e1"), refused))
     assert rollback.phase is Phase.FAILED
-    assert "draining" in rollback.cause
+    assert "KV cache" in rollback.cause
 
 
 def test_a_group_is_not_asked_of_a_model_whose_engines_are_not_in_it() -> None:
@@ -359,6 +361,80 @@ def test_inv10_units_of_two_models_may_have_one_name() -> None:
     f.report(engines["p"], "p", weights=Unset())
     assert any(isinstance(x, fe.BroadcastState) for x in f.effects)
     assert f.core.served_to(engines["d"], POLICY) == ()
+
+
+# ---- found with engines that stay at a version ----
+
+
+def test_inv10_a_keep_that_was_made_before_its_engine_came_does_not_part_a_unit() -> None:
+    """The unit has one gate: its other member would never open it for what only the fleet serves."""
+    f = Fleet()
+    engines = {name: f.engine(name, unit="pd0", unit_size=2) for name in ("p", "d")}
+    f.trainer()
+    first = f.push("u1", engines)
+    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
+    f.handle(fe.SessionEnded(engines["d"], goodbye=True))
+    f.handle(fe.KeepRequested(RUN, EngineId("d"), POLICY, first.version.number))
+    engines["d"] = f.engine("d", incarnation="i2", unit="pd0", unit_size=2)
+    second = f.push("u2", engines)
+    assert sorted(second.outcomes) == ["d", "p"]
+    assert f.served == (second.version,)
+    assert all(f.core.served_to(session, POLICY) == (second.version,) for session in engines.values())
+
+
+# ---- found with engines that say something else ----
+
+
+def five(*wrong: str) -> tuple[Fleet, UpdateTransaction, Callable[[str], object]]:
+    """Equal engines in an update that went go, and how one applies it; the wrong ones say something else."""
+    f = Fleet()
+    sessions = {}
+    for name in (f"e{i}" for i in range(5)):
+        f.engine(name)
+        f.sessions += 1
+        sessions[name] = f.sessions
+        event = replace(hello(f.states[name]), session=f.sessions)
+        f.handle(replace(event, place=replace(event.place, likeness="alike"), max_term=Term(0)))
+    f.trainer()
+    update = f.begin("u1")
+    for name, session in sessions.items():
+        f.stage(session, name, update, Stage.READY)
+
+    def applies(name: str) -> object:
+        canary = Canary((-2.0,) if name in wrong else (-1.0,))
+        f.states[name] = replace(f.states[name], canary=canary)
+        return f.stage(sessions[name], name, update, Stage.APPLIED)
+
+    return f, update, applies
+
+
+def test_the_majority_of_those_that_spoke_first_is_no_majority() -> None:
+    """Two wrong engines and a right one were the first three of five: the right one was doubted, the wrong served."""
+    f, _, applies = five("e1", "e3")
+    for name in ("e1", "e3", "e0"):
+        applies(name)
+    assert f.core.doubts == {}
+    for name in ("e2", "e4"):
+        applies(name)
+    assert sorted(f.core.doubts) == ["e1", "e3"]
+
+
+def test_who_falls_silent_is_not_waited_for_with_a_judgement() -> None:
+    """The others' words are judged before the decision that its silence brings."""
+    f, update, applies = five("e1")
+    for name in ("e0", "e1", "e2"):
+        applies(name)
+    assert f.core.doubts == {}
+    sessions = {name: record.session or 0 for name, record in f.core.engines.items()}
+    for name in ("e3", "e4"):
+        f.handle(fe.SessionEnded(sessions[EngineId(name)], goodbye=False))
+    f.now += TTL - 1
+    for name in ("e0", "e1", "e2"):
+        f.report(sessions[EngineId(name)], name)
+    f.pass_time(2.0)
+    assert sorted(f.core.doubts) == ["e1"]
+    bad = sorted(o.engine_id for o in update.outcomes.values() if o.error_reason == "CANARY_DISAGREES")
+    assert (update.phase, bad) == (Phase.DEGRADED, ["e1"])
 
 
 def test_a_holder_is_what_its_last_report_says() -> None:

@@ -8,14 +8,14 @@ import pytest
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_engines, fleet_updates
 from controlplane.core import fleet_events as fe
-from controlplane.core import fleet_updates
 from controlplane.core.engine_core import EngineCore
 from controlplane.core.engine_state import Held, HoldKind, Poisoned, Residency
 from controlplane.core.fleet import FleetCore
-from controlplane.core.fleet_records import EngineRecord, UpdateDecided, UpdateWentGo
+from controlplane.core.fleet_records import EngineKept, EngineRecord, UpdateDecided, UpdateWentGo
 from controlplane.core.update_transaction import UpdateTransaction
-from controlplane.core.versions import ModelName, Term, WeightVersion
+from controlplane.core.versions import NO_TERM, ModelName, Term, WeightVersion
 from controlplane.sim.runner import run_scenario, run_seed
 from controlplane.sim.settings import SimSettings
 
@@ -237,6 +237,82 @@ class AnswersARequestTwice(FleetCore):
         return super().handle(event, now)
 
 
+class TheEndOfAStreamIsItsCommit(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        update = self.update
+        over = isinstance(event, ee.StreamEnded) and update is not None and update.stream == event.stream
+        if over and update is not None and update.streaming and update.verified and update.in_stream:
+            update.committed = True
+            return [ee.FinishStreaming(update.stream, update)]
+        return super().handle(event, now)
+
+
+class StreamsItselfToItsEnd(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        effects = super().handle(event, now)
+        update = self.update
+        if isinstance(event, ee.BytesVerified) and update is not None and update.streaming:
+            update.committed = True
+            effects.append(ee.FinishStreaming(update.stream, update))
+        return effects
+
+
+class LeavesAStreamToAFencedWriter(EngineCore):
+    def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[ee.Effect]:
+        update = self.update
+        if update is None or not (update.streaming and self.state.installing):
+            return super()._see_terms(term, coordinator_term)
+        self.term, self.coordinator_term = max(self.term, term), max(self.coordinator_term, coordinator_term)
+        return [self._remember()]
+
+    def _fence(self, writer_term: Term, *, by_coordinator: bool) -> e.StaleTerm | None:
+        streams = self.update is not None and self.update.streaming and self.state.installing
+        return None if streams else super()._fence(writer_term, by_coordinator=by_coordinator)
+
+
+class ACutStreamCostsNothing(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        update = self.update
+        if isinstance(event, ee.InstallEnded) and update is not None and update.cut:
+            event = replace(event, touched=False)
+        return super().handle(event, now)
+
+
+class NeverCutsAStream(EngineCore):
+    """What ends without a commit frame waits for one for ever."""
+
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        return [x for x in super().handle(event, now) if not isinstance(x, ee.CutStreaming)]
+
+
+class HeedsNoDoubt(EngineCore):
+    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+        return [] if isinstance(event, ee.Doubted) else super().handle(event, now)
+
+
+class PlansForWhoStays(FleetCore):
+    def kept_at(self, record: EngineRecord) -> EngineKept | None:
+        return None
+
+
+class TellsWhoStaysWhatTheFleetServes(FleetCore):
+    def served_to(self, session: int, model: ModelName) -> tuple[WeightVersion, ...]:
+        record = self.of_session(session)
+        stays = record is not None and self.kept_at(record) is not None
+        return self.model(model).served if stays else super().served_to(session, model)
+
+
+class RetiresWhatIsStayedAt(FleetCore):
+    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+        if not isinstance(event, fe.CheckpointRetired):
+            return super().handle(event, now)
+        kept, self.kept = self.kept, {}
+        try:
+            return super().handle(event, now)
+        finally:
+            self.kept = kept
+
+
 class KeepsAnyCheckpoint(FleetCore):
     def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
         if isinstance(event, fe.CheckpointPublished):
@@ -251,7 +327,6 @@ PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [
     (TheEndCommits, "INV-3"),
     (ResumesAfterAFailure, "INV-1"),
     (ForgetsPoison, "INV-11"),
-    (GoesBack, "INV-5"),
     (AnswersDone, "INV-6"),
     (ForgetsTerms, "INV-7"),
     (NeedsNoWelcome, "INV-7"),
@@ -269,12 +344,15 @@ PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [
     (FrozenTakesUpdates, "frozen"),
     (WakesForAnybody, "devices"),
     (SleepsNoMore, "sleep"),
-    (ObeysOldCoordinators, "INV-7"),
     (TakesAnyModel, "models"),
     (CarriesOntoLentDevices, "devices"),
     (ServesUnitsApart, "units"),
     (RoutesUnitsApart, "units"),
     (RollsBackUnderAnOldNumber, "versions"),
+    (StreamsItselfToItsEnd, "INV-3"),
+    (NeverCutsAStream, "liveness"),
+    (PlansForWhoStays, "keeps"),
+    (TellsWhoStaysWhatTheFleetServes, "INV-9"),
 ]
 
 
@@ -308,12 +386,20 @@ IN_SCENARIOS: list[tuple[str, type[EngineCore] | type[FleetCore], str]] = [
     ("the_ledger_is_restored_from_an_older_copy_while_agents_restart_too", AcceptsALedgerBelowWhatAgentsSaw, "INV-7"),
     ("nobody_carries_to_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
     ("a_rollback_goes_around_devices_that_a_trainer_holds", CarriesOntoLentDevices, "devices"),
+    ("every_lie_to_an_engine_meets_its_reason", GoesBack, "INV-5"),
+    ("every_lie_to_an_engine_meets_its_reason", ObeysOldCoordinators, "INV-7"),
+    ("one_of_three_equal_engines_says_something_else", HeedsNoDoubt, "doubts"),
+    ("a_stream_ends_between_its_last_chunk_and_its_commit", TheEndOfAStreamIsItsCommit, "INV-3"),
+    ("a_stream_breaks_in_the_middle_of_its_install", ACutStreamCostsNothing, "INV-1"),
+    ("a_writer_that_was_fenced_goes_on_sending", LeavesAStreamToAFencedWriter, "INV-7"),
+    ("a_checkpoint_that_an_engine_stays_at_is_not_retired", RetiresWhatIsStayedAt, "keeps"),
+    ("the_next_life_of_an_engine_that_stays_is_brought_to_its_version", NeverCarries, "liveness"),
     ("a_rollback_is_a_new_number", RollsBackUnderAnOldNumber, "versions"),
     ("a_repeated_begin_after_a_restart_gives_no_second_number", AnswersARequestTwice, "requests"),
 ]
 
 
-@pytest.mark.parametrize(("name", "core", "invariant"), IN_SCENARIOS, ids=[n for n, _, _ in IN_SCENARIOS])
+@pytest.mark.parametrize(("name", "core", "invariant"), IN_SCENARIOS, ids=[c.__name__ for _, c, _ in IN_SCENARIOS])
 def test_a_planted_fault_is_caught_by_a_scenario(
     name: str, core: type[EngineCore] | type[FleetCore], invariant: str
 ) -> None:
@@ -327,6 +413,21 @@ def test_a_joiner_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatc
     _, violation = run_scenario("a_joiner_slower_than_the_steps_is_waited_for", 0, SimSettings())
     assert violation is not None
     assert violation.invariant == "liveness"
+
+
+def test_a_decision_that_trusts_whom_equal_engines_contradict_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (fleet_engines, fleet_updates):
+        monkeypatch.setattr(module, "judge_all", lambda book, model, now: [])
+    _, violation = run_scenario("one_of_three_equal_engines_says_something_else", 0, SimSettings())
+    assert violation is not None
+    assert violation.invariant == "doubts", str(violation)
+
+
+def test_a_commit_without_an_engine_that_did_not_drain_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(UpdateTransaction, "_drains", lambda self, state: state.progress is not None)
+    _, violation = run_scenario("one_of_n_installs_fails_after_go_under_all", 0, SimSettings())
+    assert violation is not None
+    assert violation.invariant == "INV-9", str(violation)
 
 
 def test_a_planted_old_coordinator_is_followed_only_by_the_planted_core() -> None:

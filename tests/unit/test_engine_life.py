@@ -19,6 +19,7 @@ from controlplane.core.errors import (
     DeadlineExceeded,
     DevicesTaken,
     EngineDied,
+    EngineNotReady,
     InstallFailed,
     UpdateInProgress,
 )
@@ -211,6 +212,17 @@ class SilentCanary:
 
     async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         raise CanaryFailed("e0", "2", "a logprob is not finite")
+
+
+async def test_the_weights_memory_alone_does_not_bring_back_an_engine_that_died_asleep(tmp_path: Path) -> None:
+    """Its trainer pushes beside what it holds itself: a fresh engine would take all of the devices."""
+    life = await started(tmp_path)
+    await life.sleep(events.SleepRequested("trainer:t", 1))
+    await life.end("killed")
+    for kv in (False, True):
+        with pytest.raises(EngineNotReady):
+            await life.wake(events.WakeRequested("trainer:t", kv))
+        assert life.devices_free.is_set() is kv
 
 
 async def test_a_sleep_that_was_asked_for_while_it_woke_leaves_the_devices_free(tmp_path: Path) -> None:

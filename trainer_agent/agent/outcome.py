@@ -45,6 +45,11 @@ def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
     return {e.engine.engine_id for e in state.engines if e.lost}
 
 
+def awaited_engines(state: fleet_pb2.UpdateState) -> set[str]:
+    """Engines that came too late for one update after the other, and are waited for."""
+    return {e.engine.engine_id for e in state.engines if e.awaited}
+
+
 def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str, WeightplaneError]) -> str:
     """`engine-0 ABORTED (SHAPE_MISMATCH: …); engine-1 LOST`: by the engine's report, else by its stream's end.
 

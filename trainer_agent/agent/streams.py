@@ -21,10 +21,13 @@ from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import UpdateWatch
 from trainer_agent.agent.ways import ByLink
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import fleet_pb2
+from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 STRAGGLER_SECONDS = 10.0
 """After a commit: how long engines that it did not wait for may take before they are left for the next push."""
+AWAITED_SECONDS = 60.0
+"""The same, where the coordinator awaits one whose bytes come only after go: left each time in the middle of them, it
+would be poisoned by each push, and never serve."""
 LOST_RANK_SECONDS = 1.0
 """When a rank is gone the others hear of it at once; engines get so long to confirm the abort."""
 LAST_WORDS_SECONDS = 0.2
@@ -148,9 +151,15 @@ class EngineStreams:
         for stream in self._streams:
             if not committed or stream.engine_id in lost:
                 stream.abort(cause)
-        limit = STRAGGLER_SECONDS if committed else 2 * ABORT_SECONDS
+        limit = patience(self.assignments, state) if committed else 2 * ABORT_SECONDS
         await asyncio.wait(self._tasks, timeout=LOST_RANK_SECONDS if rank_lost else limit)
         for task in self._tasks:
             task.cancel()
         ends = await asyncio.gather(*self._tasks, return_exceptions=True)
         return [e if isinstance(e, StreamEnd) else None for e in ends]
+
+
+def patience(assignments: Sequence[fleet_pb2.Assignment], state: fleet_pb2.UpdateState) -> float:
+    """After a commit: seconds for engines that it did not wait for."""
+    streaming = {a.engine.engine_id for a in assignments if a.apply == weight_update_pb2.APPLY_STREAMING}
+    return AWAITED_SECONDS if streaming & outcome.awaited_engines(state) else STRAGGLER_SECONDS

@@ -9,11 +9,14 @@ from controlplane.sim.scenarios import (
     deaths,
     disturbances,
     installs,
+    keeps,
     lies,
     links,
     models,
+    pauses,
     restarts,
     sleep,
+    streaming,
     terms,
 )
 from controlplane.sim.scenarios.stage import SCENARIOS, Scenario
@@ -25,10 +28,13 @@ __all__ = [
     "deaths",
     "disturbances",
     "installs",
+    "keeps",
     "lies",
     "links",
     "models",
+    "pauses",
     "restarts",
     "sleep",
+    "streaming",
     "terms",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controlplane.core import engine_events as ee
 from controlplane.core.engine_state import HoldKind
 from controlplane.core.update_transaction import Phase
 from controlplane.sim.engine import InstallEnding
@@ -13,6 +14,7 @@ from controlplane.sim.scenarios.stage import (
     life,
     next_decision,
     next_update,
+    nothing,
     pass_time,
     rest,
     scenario,
@@ -158,11 +160,27 @@ def a_rollback_ends_soon_when_an_engine_refuses_it(world: World) -> None:
     serve(world)
     kept = checkpoint(world)
     world.people.roll_back(team(world), kept.version.number)
-    update = next_update(world)
-    life(world, "e1").hold(HoldKind.DRAINING, "ann", present=True)
+    update, one = next_update(world), life(world, "e1")
+    one.work.sleep(ee.SleepRequested("ann", 1), nothing)
     began = world.kernel.now
     decided(world, update)
     expect(world, update.phase is Phase.FAILED and world.kernel.now < began + 4.0, f"{update.phase} {update.cause}")
+    one.work.wake(ee.WakeRequested("ann", True), nothing)
+    go_on(world)
+    world.settle()
+
+
+@scenario()
+def a_rollback_goes_on_without_an_engine_that_drains(world: World) -> None:
+    """It refuses what comes, and the others are brought back."""
+    serve(world)
+    kept = checkpoint(world)
+    world.people.roll_back(team(world), kept.version.number)
+    update = next_update(world)
+    life(world, "e1").hold(HoldKind.DRAINING, "ann", present=True)
+    decided(world, update)
+    expect(world, update.phase is Phase.COMMITTED, f"{update.phase} {update.cause}")
+    expect(world, not update.outcomes[world.agents["e1"].engine_id].required, "e1 is required no more")
     life(world, "e1").hold(HoldKind.DRAINING, "ann", present=False)
     go_on(world)
     world.settle()

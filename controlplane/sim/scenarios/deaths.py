@@ -42,5 +42,5 @@ for _point in POINTS:
     for _action in ("crash", "pause"):
         _name = f"a_process_that_{_action}{'e' if _action == 'crash' else ''}s_at_{_point.replace('.', '_')}"
         SCENARIOS[_name] = Scenario(
-            partial(_dies_at, point=_point, action=_action), ALL, {POLICY: 3}, units=False, lends=True
+            partial(_dies_at, point=_point, action=_action), ALL, {POLICY: 3}, lends=True, streaming=1
         )

@@ -86,11 +86,9 @@ def _installs_badly(world: World, ending: InstallEnding) -> None:
 for _activity in (Activity.RECEIVING, Activity.READY, Activity.INSTALLING):
     for _name, _disturb in {"dies": _dies, "drains": _drains, "is_to_sleep": _sleeps}.items():
         _script = partial(_disturbed, activity=_activity, disturb=_disturb)
-        SCENARIOS[f"an_engine_{_name}_while_{_activity.value}"] = Scenario(
-            _script, ALL, THREE, units=False, lends=False
-        )
+        SCENARIOS[f"an_engine_{_name}_while_{_activity.value}"] = Scenario(_script, ALL, THREE)
 for _ending in InstallEnding:
     if _ending is not InstallEnding.WORKS:
         SCENARIOS[f"an_install_that_is_{_ending.value.replace(' ', '_')}"] = Scenario(
-            partial(_installs_badly, ending=_ending), ALL, THREE, units=False, lends=False
+            partial(_installs_badly, ending=_ending), ALL, THREE
         )

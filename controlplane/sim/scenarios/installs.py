@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core.canary import Verification
 from controlplane.core.engine_state import HoldKind, Poisoned
 from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy
 from controlplane.core.versions import Incarnation
 from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (
+    checkpoint,
     expect,
+    go_on,
     life,
     next_decision,
     next_update,
@@ -19,6 +22,7 @@ from controlplane.sim.scenarios.stage import (
     serve,
     served,
 )
+from controlplane.sim.settings import POLICY
 from controlplane.sim.world import World
 
 
@@ -56,6 +60,45 @@ def one_of_three_equal_engines_says_something_else(world: World) -> None:
     expect(world, not opened, f"its gate opened with {opened}")
     others = [a for a in world.agents.values() if a.name != "e1"]
     world.run_until(lambda: all(a.present.open for a in others), 5.0, "the others serve the new version")
+    world.settle()
+
+
+@scenario(counts={POLICY: 5})
+def two_of_five_equal_engines_say_something_else(world: World) -> None:
+    """Three are a strict majority of five: both are doubted, whoever spoke first."""
+    serve(world)
+    for name in ("e1", "e3"):
+        world.faults.next_installs(name, InstallEnding.STRANGE)
+    update = next_decision(world)
+    bad = sorted(o.engine_id for o in update.outcomes.values() if o.error_reason == "CANARY_DISAGREES")
+    expect(world, update.phase is Phase.DEGRADED and bad == ["e1", "e3"], f"{update.phase} {update.cause}")
+    world.settle()
+
+
+@scenario(counts={POLICY: 2})
+def two_engines_cannot_outvote_each_other(world: World) -> None:
+    """Nobody knows who is right: both serve, and nothing is claimed of it."""
+    serve(world)
+    world.faults.next_installs("e1", InstallEnding.STRANGE)
+    update = next_decision(world)
+    claims = {o.verification for o in update.outcomes.values()}
+    expect(world, update.phase is Phase.COMMITTED and claims == {Verification.UNVERIFIED}, f"{update.phase} {claims}")
+    world.settle()
+
+
+@scenario()
+def a_late_joiner_says_something_else_than_those_that_serve(world: World) -> None:
+    """Its own canary spoke, so it opens (INV-1); it shuts with the others' word, and is brought the version again."""
+    serve(world)
+    checkpoint(world)
+    world.faults.next_installs("e2", InstallEnding.STRANGE)
+    world.agents["e2"].crash()
+    world.run_until(lambda: world.agents["e2"].up and life(world, "e2").running, 15.0, "it is back", look_seconds=0.0)
+    one = life(world, "e2")
+    world.run_until(lambda: isinstance(one.core.state.weights, Poisoned), 15.0, "it heeds them", look_seconds=0.0)
+    expect(world, not one.core.gate_open, "its gate is shut")
+    world.run_until(lambda: one.open, 15.0, "it is healed by the checkpoint")
+    go_on(world)
     world.settle()
 
 

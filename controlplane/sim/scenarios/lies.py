@@ -36,6 +36,20 @@ def every_lie_to_an_engine_meets_its_reason(world: World) -> None:
     world.settle()
 
 
+@scenario(counts={CRITIC: 1})
+def every_lie_to_an_engine_with_a_draft_is_refused(world: World) -> None:
+    """Also those about its draft, which is covered whole or not at all."""
+    serve(world)
+    rest(world)
+    one = life(world, "ce0")
+    held = one.core.state.weights
+    for number, name in enumerate(lies(one, WeightVersion(1, one.core.term))):
+        _tell(world, one, WeightVersion(10**6 + number, one.core.term), name)
+        expect(world, one.core.state.weights == held and isinstance(held, Held), f"{name} changed it")
+    go_on(world)
+    world.settle()
+
+
 def _tell(world: World, one: Life, version: WeightVersion, name: str) -> None:
     made = one.streams_made
     world.rogue.lie(one.agent, version, lies(one, version)[name])

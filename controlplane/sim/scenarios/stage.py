@@ -28,13 +28,20 @@ class Scenario:
     run: Script
     policy: UpdatePolicy
     counts: Mapping[ModelName, int]
-    units: bool
-    lends: bool
+    units: bool = False
+    lends: bool = False
+    streaming: int = 0
 
     def settings(self, given: SimSettings) -> SimSettings:
         """Checkpoints are written when the script says so."""
         return replace(
-            given, policy=self.policy, counts=self.counts, units=self.units, lends=self.lends, checkpoints=False
+            given,
+            policy=self.policy,
+            counts=self.counts,
+            units=self.units,
+            lends=self.lends,
+            streaming=self.streaming,
+            checkpoints=False,
         )
 
 
@@ -47,11 +54,12 @@ def scenario(
     *,
     units: bool = False,
     lends: bool = False,
+    streaming: int = 0,
 ) -> Callable[[Script], Script]:
     """Lists a script. Its world has engines of the policy alone, on devices of their own, unless it says otherwise."""
 
     def listed(script: Script) -> Script:
-        SCENARIOS[script.__name__] = Scenario(script, policy, counts, units, lends)
+        SCENARIOS[script.__name__] = Scenario(script, policy, counts, units, lends, streaming)
         return script
 
     return listed
