@@ -47,6 +47,7 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
                 if k.model == name
             ],
             commits=[commit_to_proto(c) for c in m.commits.latest[-COMMITS_TOLD:]],
+            device_holder=core.device_holder(name),
         )
         for name, m in sorted(core.models.items())
     ]

@@ -511,6 +511,7 @@ class ModelState(_message.Message):
     DOUBTED_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
+    DEVICE_HOLDER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
     term: _builtins.int
@@ -519,6 +520,10 @@ class ModelState(_message.Message):
     """Number of fleet commits so far. The last of `served` is the commit with this number."""
     frozen: _builtins.bool
     """It is served as its engines loaded it: no trainer, no updates."""
+    device_holder: _builtins.str
+    """Owner of the holds ASLEEP of the model's trainer, while it holds engines' devices, and while that is not known: since
+    the coordinator's restart, or since its lease began. Empty: nobody does, or who did was silent for its lease's whole time.
+    """
     @_builtins.property
     def served(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightVersion]:
         """The versions that the fleet serves now: none before the first push, one, or two while rolling. To an engine that
@@ -548,10 +553,11 @@ class ModelState(_message.Message):
         doubted: _abc.Iterable[Global___DoubtedEngine] | None = ...,
         kept: _abc.Iterable[Global___KeptEngine] | None = ...,
         commits: _abc.Iterable[Global___FleetCommit] | None = ...,
+        device_holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "doubted", b"doubted", "frozen", b"frozen", "kept", b"kept", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "device_holder", b"device_holder", "doubted", b"doubted", "frozen", b"frozen", "kept", b"kept", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
