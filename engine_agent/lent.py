@@ -53,9 +53,10 @@ class LentDevices:
         self._write(self._owners, device_uuids)
 
     def _write(self, owners: tuple[str, ...], device_uuids: tuple[str, ...]) -> None:
-        if owners == (() if self._noted is None else self._noted.owners):
+        before = self._noted or Lent((), self._core.term, ())
+        if owners == before.owners:
             return
-        lent = Lent(owners, self._core.term, device_uuids) if owners else None
+        lent = Lent(owners, max(before.term, self._core.term), device_uuids) if owners else None
         self._memory.note_lent(lent)
         self._noted = lent
 

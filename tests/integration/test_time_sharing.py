@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from controlplane.core.errors import DeadlineExceeded
+from controlplane.core.canary import Canary
+from controlplane.core.errors import CanaryFailed, DeadlineExceeded
 from controlplane.devices import cpu_device_uuid
 from tests.support.device_memory import AccountingEngine, DeviceMemory
 from tests.support.eventually import eventually
@@ -134,6 +135,30 @@ async def test_inv1_a_push_while_devices_are_taken_is_applied_and_served_when_th
         assert not status.gate_open
         await asyncio.to_thread(rank.rank.give_devices)
         await eventually(lambda: _serves(fleet, report.version.number))
+        await rank.close()
+
+
+async def test_an_engine_that_wakes_poisoned_is_named_to_who_gave_its_devices_and_the_next_push_heals_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shared(tmp_path, monkeypatch) as (fleet, trainer, _):
+        rank, speaks = await joined(trainer), AccountingEngine.canary
+        await rank.push(0)
+        await asyncio.to_thread(rank.rank.take_devices, 2)
+        await rank.push(1)
+
+        async def wrong(self: AccountingEngine, prompt: Sequence[int] | None = None) -> Canary:
+            raise CanaryFailed("e0", "2", "it says nan")
+
+        monkeypatch.setattr(AccountingEngine, "canary", wrong)
+        poisoned = await asyncio.to_thread(rank.rank.give_devices)
+        assert list(poisoned) == ["e0"]
+        assert "it says nan" in poisoned["e0"]
+        assert (await fleet.status("e0")).word == "poisoned"
+        monkeypatch.setattr(AccountingEngine, "canary", speaks)
+        number = (await rank.push(2)).version.number
+        await eventually(lambda: _serves(fleet, number))
+        assert await asyncio.to_thread(rank.rank.give_devices) == {}
         await rank.close()
 
 
