@@ -21,7 +21,7 @@ import structlog
 
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
-from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
+from controlplane.core.errors import EngineDied, LedgerError, UnsupportedByEngine, WeightplaneError
 from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
@@ -273,6 +273,9 @@ class _Agent:
             cause = str(error)
             log.error("engine_start_failed", cause=cause)
             return None
+        except UnsupportedByEngine as error:
+            log.error("engine_unsupported", reason=error.reason, text=str(error))
+            return ExitCode.CONFIG
         except WeightplaneError as error:
             log.error("session_refused", reason=error.reason, text=str(error))
             return ExitCode.CONFIG

@@ -29,6 +29,7 @@ from controlplane.core.errors import (
     InstallTimedOut,
     WeightplaneError,
 )
+from controlplane.core.layout import TAKES_FORMAT
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
@@ -107,6 +108,7 @@ class EngineLife:
         """Start the engine. Raises EngineDied."""
         self.facts = await self.engine.start()
         takes = frozenset({core.DELTA}) if self.base.wanted and self.facts.initial_digest is None else frozenset()
+        takes |= {TAKES_FORMAT + self.facts.expected.format}
         capabilities = (self.facts.capabilities | takes) - self._not_taken(self.facts.capabilities)
         self.apply(events.Started(self.facts.expected, capabilities, self.facts.initial_digest))
         self._spawn(self._keep_gate())

@@ -48,6 +48,7 @@ from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
 from engine_agent.vllm.engine_log import EngineLog
+from engine_agent.vllm.environment import gpu_present
 from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import end, launch
 from engine_agent.vllm.leftovers import Leftovers
@@ -59,6 +60,8 @@ __all__ = ["VllmEngine", "VllmSettings"]
 
 T = TypeVar("T")
 
+BATCH_INVARIANT = "batch_invariant"
+"""The capability."""
 DRAIN_POLL_SECONDS = 0.0005
 """Between looks at whether the last tokens reached their consumers; far below one decoding step."""
 
@@ -99,6 +102,8 @@ class VllmEngine:
         if self._log is not None:
             raise EngineDied(self._engine_id, "an engine has one life; make a new one")
         self._log = EngineLog(self._settings.log_level)
+        if self._settings.batch_invariant and not gpu_present():
+            raise UnsupportedByEngine(self._engine_id, "batch_invariant: vLLM has it on GPUs alone")
         if self._leftovers is not None:
             await asyncio.to_thread(self._leftovers.sweep)
         try:
@@ -330,12 +335,15 @@ class VllmEngine:
 
         model, device = llm.vllm_config.model_config, llm.vllm_config.device_config.device_type
         parts = (vllm.__version__, device, model.dtype, model.quantization, world_size)
-        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len)))
+        invariant = [BATCH_INVARIANT] if vllm.envs.VLLM_BATCH_INVARIANT else []
+        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len, *invariant)))
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
+        import vllm
+
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
-        more = {"prefix_cache": cached, STREAMING: alone}
+        more = {"prefix_cache": cached, STREAMING: alone, BATCH_INVARIANT: bool(vllm.envs.VLLM_BATCH_INVARIANT)}
         return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
 

@@ -150,7 +150,7 @@ def engine_settings(
     fleet: LocalFleet, engine_id: str, tensors: Mapping[str, tuple[int, ...]] = SHAPES, **more: Any
 ) -> EngineSettings:
     """An in-memory engine that expects `tensors`; `more` goes to the engine where it is one of its settings."""
-    memory = {k: more.pop(k) for k in ("install_seconds", "device_uuids", "kv_bytes") if k in more}
+    memory = {k: more.pop(k) for k in ("install_seconds", "device_uuids", "kv_bytes", "can_sleep") if k in more}
     return EngineSettings(
         engine_id=engine_id,
         coordinator=fleet.address,

@@ -14,6 +14,7 @@ from functools import partial
 import grpc
 import structlog
 
+from controlplane.core.engine_sleep import SLEEP
 from controlplane.core.errors import (
     DeadlineExceeded,
     DevicesTaken,
@@ -56,9 +57,10 @@ class TimeSharing:
         """Put every engine on the ranks' devices to sleep; returns when the devices are free.
 
         Raises:
-            UnsupportedByEngine, ModelFrozen: an engine cannot. DeadlineExceeded: one did not in time. What was taken
-            until then stays taken: `give` is the way back.
+            UnsupportedByEngine: an engine cannot, and none was asked to. ModelFrozen: one may not. DeadlineExceeded:
+            one did not in time. What was taken until then stays taken: `give` is the way back.
         """
+        await self._until("take_devices", LOOK_SECONDS, self._can_sleep)
         self._hold(True)
         await self._until("take_devices", seconds, self._known_to_hold)
         ask = partial(self._sleep, level=level)
@@ -117,6 +119,13 @@ class TimeSharing:
 
     def _of_model(self, fleet: operator_pb2.FleetView) -> list[operator_pb2.EngineView]:
         return [v for v in fleet.engines if v.status.model == self._ranks.model]
+
+    async def _can_sleep(self) -> list[WeightplaneError]:
+        """Before any engine sleeps: each must be able to. Raises UnsupportedByEngine."""
+        for view in self._shared(await self._fleet()):
+            if view.known and view.capabilities and SLEEP not in view.capabilities:
+                raise UnsupportedByEngine(engine_id=view.status.engine.engine_id, what="sleep")
+        return []
 
     async def _known_to_hold(self) -> list[WeightplaneError]:
         """What keeps the coordinator from knowing that this trainer holds its devices."""

@@ -166,7 +166,10 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, streaming, rollback, sleep, prefix_cache."""
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache, batch_invariant, draft, delta, checkpoint; and the format
+        of weights that it takes, format:plain or another. What is not among them is refused with UNSUPPORTED_BY_ENGINE or
+        FORMAT_MISMATCH, before anything is touched.
+        """
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
@@ -273,6 +276,7 @@ class Load(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     LARGEST_MODULE_BYTES_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     tensor_count: _builtins.int
     """Tensors."""
     byte_count: _builtins.int
@@ -283,6 +287,10 @@ class Load(_message.Message):
     """Bytes of the largest decoder layer, or of the tensors outside of all layers if these are larger: what a loader
     that goes layer by layer holds at once.
     """
+    format: _builtins.str
+    """Format of its weights, as in a layout: an update that requires an engine of another one is refused at its begin
+    (FORMAT_MISMATCH). Empty: it does not say.
+    """
     def __init__(
         self,
         *,
@@ -290,10 +298,11 @@ class Load(_message.Message):
         byte_count: _builtins.int = ...,
         chunk_bytes: _builtins.int = ...,
         largest_module_bytes: _builtins.int = ...,
+        format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "chunk_bytes", b"chunk_bytes", "largest_module_bytes", b"largest_module_bytes", "tensor_count", b"tensor_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "chunk_bytes", b"chunk_bytes", "format", b"format", "largest_module_bytes", b"largest_module_bytes", "tensor_count", b"tensor_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
