@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
+from controlplane.core.errors import WeightplaneError
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rollout.client import RolloutClient
@@ -158,8 +159,9 @@ LENGTH = 200
 
 
 @asynccontextmanager
-async def thirty_two(rig: Rig) -> AsyncIterator[list[tuple[list[int], Sample]]]:
-    """So many requests are in the engine all the time; what came of them, with their prompts, after the block."""
+async def thirty_two(rig: Rig, *, may_fail: bool = False) -> AsyncIterator[list[tuple[list[int], Sample]]]:
+    """So many requests are in the engine all the time; what came of them, with their prompts, after the block.
+    `may_fail`: another takes the place of one that fails."""
     samples: list[tuple[list[int], Sample]] = []
     some, over = asyncio.Semaphore(0), asyncio.Event()
 
@@ -167,9 +169,14 @@ async def thirty_two(rig: Rig) -> AsyncIterator[list[tuple[list[int], Sample]]]:
         sampling = SamplingSettings(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
         while not over.is_set():
             assembly = Assembly(str(prompt), with_logprobs=True)
-            async for delta in client.stream(prompt, sampling):
-                assembly.add(delta)
-                some.release()
+            try:
+                async for delta in client.stream(prompt, sampling):
+                    assembly.add(delta)
+                    some.release()
+            except WeightplaneError:
+                if not may_fail:
+                    raise
+                continue
             samples.append((prompt, assembly.finish()))
 
     client = await rig.rollouts()
