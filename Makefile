@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real test-deploy sim mutants kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -35,6 +35,9 @@ test-real: setup ## the tests that start real vLLM or real Megatron, the slow on
 
 test-deploy: setup ## the units under a booted systemd, the images built and run (root; says what it needs)
 	$(BIN)/python -m pytest -m deploy -s tests/deploy
+
+test-gpu: ## what needs an NVIDIA GPU, in a .venv with CUDA builds (under 8 minutes on one; says what it skips)
+	$(BIN)/python -m pytest -rs --durations=0 tests/gpu
 
 sim: setup ## simulate the fleet with faults: 200 seeds, or one again (make sim SEED=7)
 	$(BIN)/weightplane sim $(if $(SEED),--seed $(SEED))

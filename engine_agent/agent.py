@@ -2,7 +2,8 @@
 
 Order of a start: the port is bound, the engine starts, then the coordinator is told (L6). An engine that dies is
 replaced by a fresh one in a new incarnation, unset, with a growing wait and a limit on deaths in a row; nothing of the
-old one is left. systemd's watchdog is fed while this loop turns and looks at its engine.
+old one is left. Where a trainer has the engine's devices, by the note of an earlier agent too, none is started before
+they are given back (INV-7). systemd's watchdog is fed while this loop turns and looks at its engine.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ import grpc
 import structlog
 
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import EngineState, Hold, HoldKind
-from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
+from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
+from controlplane.core.errors import EngineDied, LedgerError, UnsupportedByEngine, WeightplaneError
 from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
@@ -134,7 +135,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     members = _members(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     try:
-        holder.life = _new_life(settings, memory, members)
+        holder.life = _first_life(settings, memory, members)
         server = await start_server(settings.listen, _services(holder, settings, stop, members))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
@@ -193,9 +194,15 @@ class _Agent:
     async def _lives(self) -> int:
         restarts = Restarts(self._settings.max_restarts, RESTART_WAIT_SECONDS)
         while not self._signalled.done():
-            self._ready_at = None
-            self._supervisor.status(f"starts an engine, life {self._holder.life.number}")
-            code = await self._live(self._holder.life)
+            life, self._ready_at = self._holder.life, None
+            if life.lent.taken:
+                code = await self._wait_for_devices(life)
+                if code is not None:
+                    return code
+            if life.core.state.life is Life.DEAD:
+                life = self._holder.life = _new_life(self._settings, self._memory, self._members)
+            self._supervisor.status(f"starts an engine, life {life.number}")
+            code = await self._live(life)
             if code is not None:
                 return code
             wait = restarts.died(0.0 if self._ready_at is None else time.monotonic() - self._ready_at)
@@ -203,23 +210,38 @@ class _Agent:
                 log.error("engine_died_too_often", in_a_row=restarts.in_a_row)
                 return ExitCode.ENGINE_FAILED
             self._supervisor.status(f"starts another engine in {wait:.0f} s")
-            await self._devices_free(self._holder.life)
             await asyncio.wait({self._signalled}, timeout=wait)
-            if not self._signalled.done():
-                self._holder.life = _new_life(self._settings, self._memory, self._members)
         return ExitCode.OK
 
     def _moved(self) -> object:
         """For the watchdog. While an engine runs, this agent must look at it; a start has a deadline of its own."""
         return self._turns() if self._ready_at is None else self._holder.life.progress.looks
 
-    async def _devices_free(self, last: EngineLife) -> None:
-        """Nobody starts an engine on devices that somebody else has: a life that died asleep is replaced when its
-        owner wakes it."""
-        if last.devices_taken:
-            log.warning("devices_taken", owner=last.core.state.held_by(HoldKind.ASLEEP))
-            free = asyncio.create_task(last.devices_free.wait())
-            await asyncio.wait({self._signalled, free}, return_when=asyncio.FIRST_COMPLETED)
+    async def _wait_for_devices(self, life: EngineLife) -> int | None:
+        """Nobody starts an engine on devices that somebody else has. Until they are free the coordinator hears that
+        this engine is dead and sleeps, and where it is reached. None: they are free."""
+        owner = life.core.state.held_by(HoldKind.ASLEEP)
+        log.warning("devices_taken", owner=owner)
+        self._supervisor.ready(f"waits for its devices, which {owner} has")
+        session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings), waits=True)
+        running, free = asyncio.create_task(session.run()), asyncio.create_task(life.lent.free.wait())
+        try:
+            ends: set[asyncio.Future[Any]] = {self._signalled, running, free}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+                return ExitCode.FAILED
+            if self._signalled.done():
+                await session.leave("the agent stops")
+                return ExitCode.OK
+            await session.tell()
+            log.info("devices_free")
+            return None
+        except WeightplaneError as error:
+            log.error("session_refused", reason=error.reason, text=str(error))
+            return ExitCode.CONFIG
+        finally:
+            running.cancel()
             free.cancel()
 
     async def _live(self, life: EngineLife) -> int | None:
@@ -258,6 +280,9 @@ class _Agent:
             cause = str(error)
             log.error("engine_start_failed", cause=cause)
             return None
+        except UnsupportedByEngine as error:
+            log.error("engine_unsupported", reason=error.reason, text=str(error))
+            return ExitCode.CONFIG
         except WeightplaneError as error:
             log.error("session_refused", reason=error.reason, text=str(error))
             return ExitCode.CONFIG
@@ -314,13 +339,31 @@ def _members(settings: EngineSettings) -> Members | None:
     return Members(settings.run_id, settings.engine_id, further) if further else None
 
 
-def _new_life(settings: EngineSettings, memory: Memory, members: Members | None = None) -> EngineLife:
-    state = EngineState(
+def _first_life(settings: EngineSettings, memory: Memory, members: Members | None) -> EngineLife:
+    """Dead from its beginning, without an engine, where an earlier agent noted that its devices are somebody else's."""
+    lent = memory.lent()
+    if lent is None:
+        return _new_life(settings, memory, members)
+    holds = frozenset(Hold(HoldKind.ASLEEP, owner) for owner in lent.owners)
+    frozen = settings.initial == "serve"
+    asleep = replace(_new_state(settings), life=Life.DEAD, residency=Residency.ASLEEP, holds=holds, frozen=frozen)
+    return _new_life(settings, memory, members, asleep)
+
+
+def _new_state(settings: EngineSettings) -> EngineState:
+    return EngineState(
         RunId(settings.run_id),
         ModelName(settings.model),
         EngineId(settings.engine_id),
         Incarnation(uuid.uuid4().hex[:16]),
     )
+
+
+def _new_life(
+    settings: EngineSettings, memory: Memory, members: Members | None, state: EngineState | None = None
+) -> EngineLife:
+    """`state`: what it begins with, if it is not a start."""
+    state = state or _new_state(settings)
     engine, streaming = _new_engine(settings, members), settings.apply == "streaming"
     return EngineLife(state, engine, memory, deltas=settings.deltas, streaming=streaming, pause=settings.pause)
 

@@ -40,7 +40,8 @@ class EngineFacts:
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
-    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `draft`. Deltas are the agent's affair."""
+    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `batch_invariant`, `draft`. Deltas are the agent's
+    affair, and the format that it takes is `expected`'s."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
     initial_digest: bytes | None = None
@@ -128,7 +129,8 @@ class Engine(Protocol):
     async def start(self) -> EngineFacts:
         """Start processes and load the model. The weights it loads carry no version: they are unset.
 
-        Never blocks the event loop. Raises EngineDied with the reason (and the engine's last log lines).
+        Never blocks the event loop. Raises EngineDied with the reason (and the engine's last log lines);
+        UnsupportedByEngine where its settings ask for what no repetition of the start would bring.
         """
         ...
 

@@ -20,7 +20,7 @@ from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
 from controlplane.core import engine_sleep
 from controlplane.core.canary import CanaryReference
-from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned, Residency
+from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
@@ -29,6 +29,7 @@ from controlplane.core.errors import (
     InstallTimedOut,
     WeightplaneError,
 )
+from controlplane.core.layout import TAKES_FORMAT
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
@@ -36,6 +37,7 @@ from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.installing import Applied, Install, prove_at_last
 from engine_agent.kept_base import BaseKeeper
+from engine_agent.lent import LentDevices
 from engine_agent.progress import Progress
 from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
@@ -83,8 +85,7 @@ class EngineLife:
         self.base = BaseKeeper(wanted=deltas)
         self._takes_streaming = streaming
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self.devices_free = asyncio.Event()
-        """Of a life that died asleep: who put it to sleep gave its devices back."""
+        self.lent = LentDevices(self.core, memory, self.apply)
         self._memory = memory
         self._lock = asyncio.Lock()
         self.progress = Progress(engine, self._lock.locked, self._stalled)
@@ -107,6 +108,7 @@ class EngineLife:
         """Start the engine. Raises EngineDied."""
         self.facts = await self.engine.start()
         takes = frozenset({core.DELTA}) if self.base.wanted and self.facts.initial_digest is None else frozenset()
+        takes |= {TAKES_FORMAT + self.facts.expected.format}
         capabilities = (self.facts.capabilities | takes) - self._not_taken(self.facts.capabilities)
         self.apply(events.Started(self.facts.expected, capabilities, self.facts.initial_digest))
         self._spawn(self._keep_gate())
@@ -150,10 +152,9 @@ class EngineLife:
         await self.engine.shutdown()
 
     @property
-    def devices_taken(self) -> bool:
-        """Who put this engine to sleep has its devices; only their word ends that, also when the engine died."""
-        state = self.core.state
-        return state.residency is not Residency.AWAKE and state.held_by(HoldKind.ASLEEP) is not None
+    def device_uuids(self) -> tuple[str, ...]:
+        """Of a life that never had an engine: what an earlier one noted."""
+        return self.lent.noted_uuids if self.facts is None else self.facts.device_uuids
 
     @property
     def steps(self) -> bool:
@@ -173,6 +174,7 @@ class EngineLife:
         if isinstance(event, events.FleetChanged):
             self.links.heard(self.core.term)
         self.base.follow(self.core.state)
+        self.lent.note(self.device_uuids)
         for effect in effects:
             match effect:
                 case events.Remember(term, coordinator_term, number):
@@ -337,7 +339,15 @@ class EngineLife:
         Once begun it goes to its end, whoever waits. Raises the core's refusals, EngineDied.
         """
         async with self._power:
-            if any(isinstance(effect, events.StartSleep) for effect in self.apply(event)):
+            if self.lent.sleeps_for(event.owner):
+                return
+            self.lent.expect(event.owner, self.device_uuids)
+            try:
+                effects = self.apply(event)
+            except WeightplaneError:
+                self.lent.note(self.device_uuids)
+                raise
+            if any(isinstance(effect, events.StartSleep) for effect in effects):
                 await to_the_end(self._or_die(self._sleep(event.level)))
 
     async def _sleep(self, level: int) -> None:
@@ -348,8 +358,8 @@ class EngineLife:
 
     async def wake(self, event: events.WakeRequested) -> None:
         """Take the devices again; returns when that is done. Raises the core's refusals, EngineDied."""
-        if event.kv and self.core.state.life is Life.DEAD and event.owner == self.core.state.held_by(HoldKind.ASLEEP):
-            self.devices_free.set()  # it died asleep: a fresh one, which takes all of them, may start
+        if event.kv:
+            self.lent.given_back([event.owner])
         async with self._power:
             if any(isinstance(effect, events.StartWake) for effect in self.apply(event)):
                 await to_the_end(self._or_die(self._wake(event.kv)))

@@ -1,7 +1,7 @@
-"""What an agent must not forget over its own death: the highest terms and number that it saw (INV-7), and how many
-lives its engine had (L2).
+"""What an agent must not forget over its own death: the highest terms and number that it saw (INV-7), how many lives
+its engine had (L2), and who has its engine's devices.
 
-One small JSON file, replaced atomically and synced before anything that follows from it.
+Small JSON files, each replaced atomically and synced before anything that follows from it.
 """
 
 from __future__ import annotations
@@ -25,15 +25,29 @@ class Remembered:
     """Lives of the engine that began with this file, the present one included."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lent:
+    """Devices that are somebody else's: noted before the engine sleeps, until it is awake again or may be replaced."""
+
+    owners: tuple[str, ...]
+    """Of the holds ASLEEP."""
+    term: int
+    """Highest of the model that was seen by then: a coordinator that knows less says nothing of these owners."""
+    device_uuids: tuple[str, ...]
+    """As `EngineFacts` has them: who waits for devices has no engine to ask."""
+
+
 class Memory:
-    """The file, for one run and model: what another run left there says nothing here, and of another model of the
+    """The files, for one run and model: what another run left there says nothing here, and of another model of the
     same run all but its term.
 
     Raises LedgerError when it cannot be read or written: an agent without memory fences nobody.
     """
 
     def __init__(self, path: Path, run_id: str, model: str) -> None:
+        """`path` is the first one's; the note of lent devices lies beside it."""
         self._path = path
+        self._lent_path = path.with_suffix(".lent.json")
         self._run_id = run_id
         self._model = model
 
@@ -64,17 +78,43 @@ class Memory:
         return now, now.lives if before != Remembered() else 0
 
     def save(self, remembered: Remembered) -> None:
+        self._replace(self._path, asdict(remembered))
+
+    def lent(self) -> Lent | None:
+        """What the last life noted; what another run or model left there is none of this one's."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self._path.with_suffix(".tmp")
+            content = json.loads(self._lent_path.read_text())
+            ours = (content.pop("run_id"), content.pop("model")) == (self._run_id, self._model)
+            noted = Lent(tuple(content.pop("owners")), int(content.pop("term")), tuple(content.pop("device_uuids")))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise LedgerError(path=str(self._lent_path), cause=str(error)) from error
+        return noted if ours and noted.owners else None
+
+    def note_lent(self, lent: Lent | None) -> None:
+        """On the disk when it returns. None: they are the engine's own again."""
+        if lent is not None:
+            self._replace(self._lent_path, asdict(lent))
+            return
+        try:
+            self._lent_path.unlink(missing_ok=True)
+            _sync_directory(self._lent_path.parent)
+        except OSError as error:
+            raise LedgerError(path=str(self._lent_path), cause=error.strerror or str(error)) from error
+
+    def _replace(self, path: Path, content: dict[str, object]) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(".tmp")
             with scratch.open("w") as file:
-                json.dump({"run_id": self._run_id, "model": self._model, **asdict(remembered)}, file)
+                json.dump({"run_id": self._run_id, "model": self._model, **content}, file)
                 file.flush()
                 os.fsync(file.fileno())
-            scratch.rename(self._path)
-            _sync_directory(self._path.parent)
+            scratch.rename(path)
+            _sync_directory(path.parent)
         except OSError as error:
-            raise LedgerError(path=str(self._path), cause=error.strerror or str(error)) from error
+            raise LedgerError(path=str(path), cause=error.strerror or str(error)) from error
 
 
 def _sync_directory(path: Path) -> None:

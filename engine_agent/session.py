@@ -62,8 +62,12 @@ class Membership:
 class Session:
     """Keeps one life's session. `run` ends with a fatal refusal, or when cancelled."""
 
-    def __init__(self, life: EngineLife, coordinator: str, endpoint: str, member: Membership) -> None:
+    def __init__(
+        self, life: EngineLife, coordinator: str, endpoint: str, member: Membership, *, waits: bool = False
+    ) -> None:
+        """`waits`: the life is dead, and waits until its devices are given back."""
         self._life = life
+        self._waits = waits
         self._member = member
         self._coordinator = coordinator
         self._endpoint = endpoint
@@ -144,6 +148,8 @@ class Session:
                         self._life.apply(events.Doubted(version_from_proto(doubted.version), doubted.cause))
                 commits = tuple(commit_from_proto(c) for c in model.commits)
                 self._life.apply(events.FleetChanged(coordinator_term, Term(model.term), served, commits))
+                if self._waits:  # what an earlier session was told may be of before its devices were taken
+                    self._life.lent.heard(model.device_holder, Term(model.term))
 
     async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
         """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it
@@ -170,12 +176,11 @@ class Session:
     def _hello(self) -> fleet_pb2.EngineHello:
         life = self._life
         facts = life.facts
-        assert facts is not None  # a session begins when the engine has started
         return fleet_pb2.EngineHello(
             status=status_of(life),
             endpoint=self._endpoint,
             host_id=host_id(),
-            device_uuids=facts.device_uuids,
+            device_uuids=life.device_uuids,
             capabilities=sorted(life.core.capabilities | self._member.capabilities),
             max_term=life.core.term,
             max_coordinator_term=life.core.coordinator_term,
@@ -185,8 +190,8 @@ class Session:
             unit_size=self._member.unit_size,
             life=life.number,
             transports=self._member.transports,
-            likeness=facts.likeness,
-            max_requests=facts.max_requests,
+            likeness="" if facts is None else facts.likeness,
+            max_requests=0 if facts is None else facts.max_requests,
         )
 
 

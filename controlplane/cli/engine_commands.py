@@ -1,4 +1,4 @@
-"""`weightplane engines hold | release | drain | pause | resume | shutdown`: one engine is told something.
+"""`weightplane engines hold | release | drain | pause | resume | wake | shutdown`: one engine is told something.
 
 Nothing here carries weights or claims a version (INV-2). With `--wait` a command ends when what it ordered has come
 about, or with 1 when that took longer.
@@ -113,6 +113,30 @@ def resume(
     from controlplane.cli.engine_orders import resume as order
 
     return _done(order(_target(coordinator, engine, timeout), owner, wait))
+
+
+@reported
+def wake(
+    engine: EngineName,
+    owner: Annotated[
+        str, typer.Option("--owner", metavar="NAME", help="End the sleep for this one alone. Default: for all.")
+    ] = "",
+    anyway: Annotated[
+        bool,
+        typer.Option("--anyway", help="Also where a trainer that has its devices may live: its memory is in the way."),
+    ] = False,
+    wait: Wait = 0.0,
+    coordinator: Coordinator = DEFAULT_COORDINATOR,
+    timeout: Timeout = DEFAULT_SECONDS,
+) -> int:
+    """Wake an engine in the name of whoever put it to sleep, who will not do it: a trainer that was fenced, say.
+
+    Know that their processes are gone: they may have its devices' memory still. An engine that died asleep, or whose
+    agent was started anew meanwhile, is started. With --wait ends when clients are sent to it.
+    """
+    from controlplane.cli.engine_orders import wake as order
+
+    return _done(order(_target(coordinator, engine, timeout), owner, wait, anyway=anyway))
 
 
 @reported

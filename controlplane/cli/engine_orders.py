@@ -17,7 +17,8 @@ import grpc
 from controlplane.cli.ask import asking, get_fleet
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.fleet_table import version_text
-from controlplane.core.errors import StaleVersion, UpdateInProgress
+from controlplane.core.errors import EngineNotReady, StaleVersion, UpdateInProgress
+from controlplane.core.names import trainer_owner
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.codec import seconds_to_proto
 from controlplane.rpc.errors import from_rpc_error
@@ -42,12 +43,21 @@ class Found:
     """An engine's agent, and what names its present life there."""
 
     lifecycle: Any
-    run_id: str
+    fleet: operator_pb2.FleetView
     view: operator_pb2.EngineView
+
+    @property
+    def run_id(self) -> str:
+        return self.fleet.run_id
 
     @property
     def life(self) -> dict[str, Any]:
         return {"run_id": self.run_id, "engine": self.view.status.engine}
+
+    @property
+    def sleepers(self) -> list[str]:
+        """Whoever put it to sleep."""
+        return [h.owner for h in self.view.status.holds if h.kind == engine_pb2.HOLD_KIND_ASLEEP]
 
 
 async def drain(target: Target, owner: str, wait: float) -> str:
@@ -81,6 +91,44 @@ async def resume(target: Target, owner: str, wait: float) -> str:
         await _watch(target, wait, lambda e: e is not None and e.routable, "it is not routable")
         return f"{target.engine_id} is routable"
     return f"{target.engine_id}: {_gate(status)}"
+
+
+async def wake(target: Target, owner: str, wait: float, *, anyway: bool) -> str:
+    async with _agent(target) as found:
+        owners = [name for name in found.sleepers if owner in ("", name)]
+        if owner and not owners:
+            others = ", ".join(found.sleepers) or "nobody"
+            raise CommandFailed(ExitCode.FAILED, f"{target.engine_id} sleeps for {others}, not for {owner}")
+        for name in owners:
+            _check_gone(found.fleet, target.engine_id, name, anyway=anyway)
+        for name in owners:
+            request = lifecycle_pb2.WakeUpRequest(**found.life, owner=name, kv_cache=True)
+            try:
+                await found.lifecycle.WakeUp(request, timeout=target.timeout + wait)
+            except grpc.aio.AioRpcError as error:
+                if not isinstance(
+                    from_rpc_error(error), EngineNotReady
+                ):  # it is dead: a fresh engine starts by this word
+                    raise
+    if wait:
+        await _watch(target, wait, lambda e: e is not None and e.routable, "it is not routable")
+        return f"{target.engine_id} is routable"
+    return (
+        f"{target.engine_id} sleeps for nobody"
+        if not owners
+        else f"{target.engine_id}: {', '.join(owners)} has it no more"
+    )
+
+
+def _check_gone(fleet: operator_pb2.FleetView, engine_id: str, owner: str, *, anyway: bool) -> None:
+    """Raises CommandFailed: the trainer has the engine's devices, and may live."""
+    for trainer in fleet.trainers:
+        lives = trainer.connected or trainer.lease_expire_time.ToSeconds() > time.time()
+        if trainer_owner(trainer.trainer_id) == owner and trainer.status.holds_devices and lives and not anyway:
+            problem = (
+                f"{engine_id}: trainer {trainer.trainer_id} (term {trainer.term}) has its devices, and its lease stands"
+            )
+            raise CommandFailed(ExitCode.FAILED, f"{problem}: end it first, or say --anyway")
 
 
 async def shutdown(target: Target, reason: str, wait: float) -> str:
@@ -131,7 +179,7 @@ async def _agent(target: Target) -> AsyncIterator[Found]:
     if not view.known:
         raise CommandFailed(ExitCode.UNREACHABLE, f"the coordinator does not hear {target.engine_id}: it is UNKNOWN")
     async with asking(view.endpoint) as channel:
-        yield Found(lifecycle_pb2_grpc.LifecycleStub(channel), fleet.run_id, view)
+        yield Found(lifecycle_pb2_grpc.LifecycleStub(channel), fleet, view)
 
 
 def _engine(fleet: operator_pb2.FleetView, engine_id: str) -> operator_pb2.EngineView | None:

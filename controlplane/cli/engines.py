@@ -50,4 +50,5 @@ app.command(short_help="Let it go with the fleet again.")(engine_commands.releas
 app.command(short_help="Let it finish, and take nothing new.")(engine_commands.drain)
 app.command(short_help="Keep its gate shut.")(engine_commands.pause)
 app.command(short_help="End a pause or a drain.")(engine_commands.resume)
+app.command(short_help="Wake it, though who put it to sleep does not.")(engine_commands.wake)
 app.command(short_help="End it in order.")(engine_commands.shutdown)

@@ -30,7 +30,7 @@ def render_engines(view: operator_pb2.FleetView, now: float) -> RenderableType:
     if not view.engines:
         return Text("no engine is known")
     refusals = [_refusal_line(e, now) for e in view.engines if _refused(e)]
-    parts = [_versions_table(view.engines), Text(), _conditions_table(view.engines, now)]
+    parts = [_versions_table(view.engines), Text(), _conditions_table(view.engines, now), *_able_lines(view.engines)]
     return Group(*parts, *([Text(), *refusals] if refusals else []))
 
 
@@ -93,6 +93,15 @@ def _conditions_table(engines: Sequence[operator_pb2.EngineView], now: float) ->
     return table
 
 
+def _able_lines(engines: Sequence[operator_pb2.EngineView]) -> list[Text]:
+    """What engines can do; those that can do the same share a line."""
+    able: dict[str, list[str]] = {}
+    for engine in engines:
+        able.setdefault(", ".join(engine.capabilities), []).append(engine.status.engine.engine_id)
+    lines = [Text(f"{', '.join(names)} can: {what}") for what, names in able.items() if what]
+    return [Text(), *lines] if lines else []
+
+
 def _refusal_line(engine: operator_pb2.EngineView, now: float) -> Text:
     refused = engine.status.refused
     age = since(now - refused.time.ToMilliseconds() / 1000)
@@ -130,6 +139,7 @@ def _engine_json(engine: operator_pb2.EngineView) -> dict[str, Any]:
         "verification": verification_word(engine),
         "update": _update_json(status.update) if known and status.HasField("update") else None,
         "catch_up": engine.catch_up or None,
+        "capabilities": list(engine.capabilities),
         "held_at": _version(engine.kept) if engine.HasField("kept") else None,
         "report_time": _time(engine.report_time),
         "conditions": [

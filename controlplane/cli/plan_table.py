@@ -71,7 +71,7 @@ def _head(found: operator_pb2.PlanResponse) -> Text:
 
 
 def _engines_table(found: operator_pb2.PlanResponse) -> RenderableType:
-    table = new_table("ENGINE", "REQUIRED", "RANKS", "TRANSPORT", "LINK", "FATE", "STAGED", "LOADING", "WHY")
+    table = new_table("ENGINE", "REQUIRED", "RANKS", "TRANSPORT", "APPLY", "LINK", "FATE", "STAGED", "LOADING", "WHY")
     for assignment, cost in zip(found.plan.assignments, found.engines, strict=True):
         add_row(
             table,
@@ -79,6 +79,7 @@ def _engines_table(found: operator_pb2.PlanResponse) -> RenderableType:
             "yes" if assignment.required else "no",
             ",".join(map(str, assignment.ranks)),
             transport_word(assignment.transport),
+            _apply(assignment),
             assignment.link,
             _fate(assignment) or "",
             _size_or_unknown(cost, "staging_bytes"),
@@ -107,6 +108,10 @@ def _senders_table(found: operator_pb2.PlanResponse) -> RenderableType:
 
 def transport_word(transport: weight_update_pb2.Transport.ValueType) -> str:
     return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+
+
+def _apply(assignment: fleet_pb2.Assignment) -> str:
+    return weight_update_pb2.Apply.Name(assignment.apply).removeprefix("APPLY_").lower()
 
 
 def _fate(assignment: fleet_pb2.Assignment) -> str | None:
@@ -149,6 +154,7 @@ def _assignment_json(assignment: fleet_pb2.Assignment, cost: operator_pb2.Engine
         "ranks": list(assignment.ranks),
         "device_uuids": list(assignment.device_uuids),
         "transport": transport_word(assignment.transport),
+        "apply": _apply(assignment),
         "link": assignment.link or None,
         "fate": _fate(assignment),
         "reason": assignment.reason,

@@ -47,6 +47,7 @@ def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
                 if k.model == name
             ],
             commits=[commit_to_proto(c) for c in m.commits.latest[-COMMITS_TOLD:]],
+            device_holder=core.device_holder(name),
         )
         for name, m in sorted(core.models.items())
     ]
@@ -214,6 +215,7 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
         catch_up="" if carry is None else carry.update_id,
         verification=VERIFICATIONS[verification(core, record.state)],
         kept=None if kept is None else version_to_proto(kept.version),
+        capabilities=record.capabilities,
     )
 
 

@@ -52,7 +52,7 @@ class FleetCore(Book):
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Decide. Raises a `Refused` with nothing changed. `now`: monotonic seconds."""
         effects = _HANDLERS[type(event)](self, event, now)
-        if effects and self.units_changed():
+        if effects and self.must_tell():
             effects.append(BroadcastState())
         # INV-9: what is told is read from this state, so all of its records are written first.
         return sorted(effects, key=lambda effect: not isinstance(effect, Save))

@@ -133,8 +133,8 @@ class Book:
         """How often in a row."""
         self.agreed: set[EngineId] = set()
         """Engines whose canary is what a strict majority of equal ones says."""
-        self.told: dict[Unit, tuple[WeightVersion, ...]] = {}
-        """The served set that a unit's members were told."""
+        self.told: tuple[dict[Unit, tuple[WeightVersion, ...]], dict[ModelName, str]] = ({}, {})
+        """The served set that a unit's members were told, and each model's holder of devices."""
         self._sessions: dict[int, EngineId] = {}
         self._units: dict[Unit, dict[EngineId, EngineRecord]] = {}
 
@@ -246,16 +246,25 @@ class Book:
             return self.model(model).served
         return self.served_for(record)
 
-    def units_changed(self) -> bool:
-        """Whether some unit's members must be told another served set than they were."""
-        told = {unit: self.served_for(next(iter(members.values()))) for unit, members in self._units.items()}
+    def must_tell(self) -> bool:
+        """Whether some unit's members must be told another served set than they were, or some model's engines another
+        holder of devices."""
+        served = {unit: self.served_for(next(iter(members.values()))) for unit, members in self._units.items()}
+        told = (served, {model: self.device_holder(model) for model in self.trainers})
         changed, self.told = told != self.told, told
         return changed
+
+    def device_holder(self, model: ModelName) -> str:
+        """Whose holds those are of engines that sleep for the model's trainer, while it holds devices, or may; else
+        empty."""
+        trainer = self.trainers.get(model)
+        holds = trainer is not None and (trainer.holds_devices or trainer.devices_unknown)
+        return trainer_owner(trainer.trainer_id) if trainer is not None and holds else ""
 
     def lent(self, record: EngineRecord) -> bool:
         """A trainer holds its devices, or may: nobody else wakes, heals or restarts it."""
         trainer = self.trainers.get(record.state.model)
-        if trainer is None or not (trainer.holds_devices or trainer.devices_unknown):
+        if trainer is None or not self.device_holder(record.state.model):
             return False
         return not trainer.ranks or any(r.device_uuid in record.place.device_uuids for r in trainer.ranks)
 

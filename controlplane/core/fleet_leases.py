@@ -106,6 +106,7 @@ def _give(
         event.session,
         expires_at=now + book.settings.lease_ttl_seconds,
         progressed_at=now,
+        devices_unknown=True,
         transports=event.transports,
         load=event.load,
     )
@@ -133,10 +134,12 @@ def reported(book: Book, event: TrainerReported, now: float) -> list[Effect]:
 
 
 def presume_devices_free(book: Book, now: float) -> None:
-    """Since a restart it said nothing for the lease's whole time: a checkpoint may heal its engines."""
+    """It said nothing for the lease's whole time, since a restart or since its session ended: engines may be started
+    on its devices, and a checkpoint may heal them."""
     for holder in book.trainers.values():
-        if holder.devices_unknown and now >= holder.expires_at:
+        if now >= holder.expires_at:
             holder.devices_unknown = False
+            holder.holds_devices &= holder.session is not None
 
 
 def _renew(book: Book, holder: TrainerRecord, now: float) -> None:

@@ -11,7 +11,9 @@ from controlplane.core.engine_core import DELTA
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_records import EngineRecord, TrainerRecord
-from controlplane.core.plan import LinkFate, Plan, RankPlace, Transport
+from controlplane.core.layout import TAKES_FORMAT
+from controlplane.core.names import natural_key
+from controlplane.core.plan import LinkFate, Load, Plan, RankPlace, Transport
 from controlplane.core.planner import Way, Ways, devices_of, make_plan, misfit
 from controlplane.core.update_transaction import UpdatePolicy
 from controlplane.core.versions import EngineId, ModelName
@@ -64,6 +66,17 @@ def check_enough(book: Book, model: ModelName, policy: UpdatePolicy, able: Seque
     for group, needed in policy.min_engines.items():
         if groups[group] < needed:
             raise e.NotEnoughEngines(model=model, group=group, live=groups[group], needed=needed)
+
+
+def check_formats(required: Sequence[EngineRecord], load: Load | None) -> None:
+    """Those that say which formats they take must take the trainer's. Raises FormatMismatch, with the first by name."""
+    if load is None or not load.weights_format:
+        return
+    for record in sorted(required, key=lambda r: natural_key(r.place.engine_id)):
+        takes = [c.removeprefix(TAKES_FORMAT) for c in record.capabilities if c.startswith(TAKES_FORMAT)]
+        if takes and load.weights_format not in takes:
+            expected = f"{', '.join(takes)} ({record.place.engine_id})"
+            raise e.FormatMismatch(expected=expected, got=load.weights_format)
 
 
 def required_of(book: Book, able: Sequence[EngineRecord]) -> frozenset[EngineId]:

@@ -15,6 +15,7 @@ from controlplane.core.fleet_plans import (
     Asked,
     able_engines,
     check_enough,
+    check_formats,
     check_ranks,
     plan_of,
     policy_of,
@@ -53,15 +54,17 @@ def preview(book: Book, model: str, transport: Transport | None, fate: LinkFate 
     trainer = _trainer(book, model)
     name, asked = trainer.model, Asked(trainer.avoid, None, transport, fate)
     able = able_engines(book, name, trainer.ranks)
+    required = required_of(book, able)
     refusals = (
         _refusal(book.check_recovered),
         _refusal(lambda: _check_no_update(book, name)),
         _refusal(lambda: check_enough(book, name, policy_of(book, name), able)),
         _refusal(lambda: check_ranks(book, trainer)),
+        _refusal(lambda: check_formats([r for r in able if r.place.engine_id in required], trainer.load)),
     )
     plan = Plan(book.plan_revision, ())
     if able and trainer.ranks:
-        plan = plan_of(book, trainer, able, required_of(book, able), asked)
+        plan = plan_of(book, trainer, able, required, asked)
     planned = {r.place.engine_id for r in able}
     left_out = [r for r in _by_name(book.of_model(name)) if r.place.engine_id not in planned]
     return Preview(

@@ -81,7 +81,7 @@ class TrainerRecord:
     holds_devices: bool = False
     """Engines on its devices are asleep for it: nobody else wakes, heals or restarts them."""
     devices_unknown: bool = False
-    """A restart knows the lease, but not yet whether it holds devices: it may."""
+    """Nothing was heard of it since the coordinator's restart, or since its lease began: it may hold devices."""
     transports: frozenset[Transport] = HOST_MEMORY
     """How its ranks can send."""
     load: Load | None = None

@@ -20,7 +20,7 @@ from controlplane.core.fleet_events import (
     UpdateRequested,
     ViewChanged,
 )
-from controlplane.core.fleet_plans import Asked, plan_of, policy_of, taking_part
+from controlplane.core.fleet_plans import Asked, check_formats, plan_of, policy_of, taking_part
 from controlplane.core.fleet_records import (
     EngineAsked,
     ModelRecord,
@@ -57,6 +57,7 @@ def requested(book: Book, event: UpdateRequested, now: float) -> list[Effect]:
     trainer = book.trainers[event.model]
     policy = policy_of(book, event.model)
     live, required = taking_part(book, event.model, policy, trainer.ranks)
+    check_formats([r for r in live if r.place.engine_id in required], trainer.load)
     avoid = {(a.engine_id, a.incarnation, a.transport): a.cause for a in event.avoid}
     plan = plan_of(book, trainer, live, required, Asked(avoid, event.base))
     trainer.avoid = avoid

@@ -27,6 +27,8 @@ CHECKSUM_BYTES = 8
 """XXH3_64, canonical (big-endian) form."""
 PLAIN = "plain"
 """Format of weights that are numbers as they stand."""
+TAKES_FORMAT = "format:"
+"""How an engine's capability begins that names the format which it takes."""
 FP8_BLOCK = "fp8-block"
 """8-bit floats with one scale for each block of them; a weight's scales stand beside it, under its name and
 SCALE_SUFFIX, as checkpoints of such models have them."""

@@ -98,6 +98,8 @@ class Load:
     byte_count: int
     chunk_bytes: int
     largest_module_bytes: int
+    weights_format: str = ""
+    """Empty: the trainer does not say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ def load_from_proto(hello: fleet_pb2.TrainerHello) -> Load | None:
     if not hello.HasField("load"):
         return None
     load = hello.load
-    return Load(load.tensor_count, load.byte_count, load.chunk_bytes, load.largest_module_bytes)
+    return Load(load.tensor_count, load.byte_count, load.chunk_bytes, load.largest_module_bytes, load.format)
 
 
 def load_to_proto(load: Load) -> fleet_pb2.Load:
@@ -101,6 +101,7 @@ def load_to_proto(load: Load) -> fleet_pb2.Load:
         byte_count=load.byte_count,
         chunk_bytes=load.chunk_bytes,
         largest_module_bytes=load.largest_module_bytes,
+        format=load.weights_format,
     )
 
 

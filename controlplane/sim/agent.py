@@ -95,6 +95,7 @@ class Agent(Process):
         return EngineId(self.name)
 
     def boot(self) -> None:
+        """At once, on lent devices too: that an agent waits until they are given back is attacked in its own tests."""
         self.new_life()
 
     def new_life(self) -> None:

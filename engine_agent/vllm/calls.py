@@ -72,6 +72,11 @@ class Core:
             raise EngineDied(self.engine_id, f"{method}: {len(answers)} of {world_size} workers answered")
         return sorted(answers, key=lambda a: int(a["rank"]))
 
+    async def tell(self, method: str, limit_seconds: float, **arguments: Any) -> None:
+        """Every worker of every core does it. Raises EngineDied, DeadlineExceeded, or what vLLM raised."""
+        call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, (), arguments)
+        await self.ask(call, method, limit_seconds)
+
     def died(self, cause: str, *, explain: bool = True) -> EngineDied:
         """Note the death, once, and tell those who wait. `explain` adds the engine's last log lines."""
         first = not self._death.done()

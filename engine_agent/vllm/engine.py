@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import psutil
 
 from controlplane.core.canary import Canary
+from controlplane.core.engine_sleep import SLEEP
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
@@ -48,9 +49,11 @@ from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
 from engine_agent.vllm.engine_log import EngineLog
+from engine_agent.vllm.environment import gpu_present
 from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import end, launch
 from engine_agent.vllm.leftovers import Leftovers
+from engine_agent.vllm.power import Power, can_sleep
 from engine_agent.vllm.processes import descendants, kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
 from engine_agent.vllm.streams import Streams
@@ -59,6 +62,8 @@ __all__ = ["VllmEngine", "VllmSettings"]
 
 T = TypeVar("T")
 
+BATCH_INVARIANT = "batch_invariant"
+"""The capability."""
 DRAIN_POLL_SECONDS = 0.0005
 """Between looks at whether the last tokens reached their consumers; far below one decoding step."""
 
@@ -85,6 +90,7 @@ class VllmEngine:
         self._log: EngineLog | None = None
         self._core_or_none: Core | None = None
         self._installer_or_none: Installer | None = None
+        self._power_or_none: Power | None = None
         self._processes: list[psutil.Process] = []
         self._segments: set[Path] = set()
         self._streams = Streams()
@@ -99,6 +105,8 @@ class VllmEngine:
         if self._log is not None:
             raise EngineDied(self._engine_id, "an engine has one life; make a new one")
         self._log = EngineLog(self._settings.log_level)
+        if self._settings.batch_invariant and not gpu_present():
+            raise UnsupportedByEngine(self._engine_id, "batch_invariant: vLLM has it on GPUs alone")
         if self._leftovers is not None:
             await asyncio.to_thread(self._leftovers.sweep)
         try:
@@ -120,6 +128,8 @@ class VllmEngine:
         drafted = await asyncio.to_thread(self._draft_of, llm)
         expected = replace(expected_of(tensors, model, _name(config.dtype)), draft=drafted)
         self._installer_or_none = Installer(core, uuids, expected, self._settings.install_timeout_seconds)
+        if can_sleep(llm):
+            self._power_or_none = Power(core, self._installer, self._settings.call_timeout_seconds)
         self._facts = EngineFacts(
             world_size=len(workers),
             device_uuids=uuids,
@@ -166,11 +176,10 @@ class VllmEngine:
         return digest
 
     async def sleep(self, level: int) -> None:
-        # vLLM's own wake_up starts the scheduler, on whatever weights there are; until that is mastered there is none.
-        raise UnsupportedByEngine(self._engine_id, "sleep")
+        await self._power.sleep(level)
 
     async def wake(self, *, kv_cache: bool) -> None:
-        raise UnsupportedByEngine(self._engine_id, "sleep")
+        await self._power.wake(kv_cache=kv_cache)
 
     async def probe(self) -> None:
         if self._log is not None:
@@ -294,6 +303,12 @@ class VllmEngine:
         return self._installer_or_none
 
     @property
+    def _power(self) -> Power:
+        if self._power_or_none is None:
+            raise UnsupportedByEngine(self._engine_id, SLEEP)
+        return self._power_or_none
+
+    @property
     def _started_facts(self) -> EngineFacts:
         if self._facts is None:
             raise EngineNotReady(self._engine_id, "it is not started")
@@ -330,12 +345,16 @@ class VllmEngine:
 
         model, device = llm.vllm_config.model_config, llm.vllm_config.device_config.device_type
         parts = (vllm.__version__, device, model.dtype, model.quantization, world_size)
-        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len)))
+        invariant = [BATCH_INVARIANT] if vllm.envs.VLLM_BATCH_INVARIANT else []
+        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len, *invariant)))
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
+        import vllm
+
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
-        more = {"prefix_cache": cached, STREAMING: alone}
+        invariant = bool(vllm.envs.VLLM_BATCH_INVARIANT)
+        more = {"prefix_cache": cached, STREAMING: alone, BATCH_INVARIANT: invariant, SLEEP: can_sleep(llm)}
         return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
 

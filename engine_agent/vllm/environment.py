@@ -47,6 +47,8 @@ def engine_environment(
         wanted["VLLM_PLUGINS"] = f"{base['VLLM_PLUGINS']},{ENTRY_POINT_NAME}"
     if settings.node_address:
         wanted["VLLM_HOST_IP"] = settings.node_address
+    if settings.batch_invariant:
+        wanted["VLLM_BATCH_INVARIANT"] = "1"
     if settings.visible_devices:
         wanted["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_devices)
     if not gpu:

@@ -50,7 +50,9 @@ class Installer:
         self._streaming: StagedWeights | None = None
         """Layout and label of a streaming install under way; its bytes come in parts."""
         self.kv_suspect = False
-        """The KV cache may hold a NaN, which later requests would meet; it is zeroed at the next install."""
+        """The KV cache may hold a NaN, which later requests would meet; it is zeroed when caches are cleared next."""
+        self.kv_resident = True
+        """False: the KV cache sleeps, and nobody may touch its memory."""
 
     async def install(self, staged: StagedWeights) -> InstallReport:
         """Raises InstallFailed, EngineDied, DeadlineExceeded (which is an unknown outcome)."""
@@ -209,8 +211,8 @@ class Installer:
         )
         await self._ask(llm.reset_mm_cache(), "reset_mm_cache")
         await self._ask(llm.reset_encoder_cache(), "reset_encoder_cache")
-        if self.kv_suspect:
-            await self._ask(llm.collective_rpc("weightplane_scrub_kv"), "weightplane_scrub_kv")
+        if self.kv_suspect and self.kv_resident:
+            await self._core.tell("weightplane_scrub_kv", self._limit)
             self.kv_suspect = False
         return cleared is True
 

@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 import psutil
 import structlog
 
-from controlplane.core.errors import EngineDied
+from controlplane.core.errors import EngineDied, UnsupportedByEngine
 from engine_agent.threads import in_thread
 from engine_agent.vllm import environment
+from engine_agent.vllm.connectors import check_connector
 from engine_agent.vllm.engine_log import EngineLog, with_log
 from engine_agent.vllm.lineage import tie_coordinator
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
@@ -46,7 +47,8 @@ async def launch(
     note: Callable[[set[psutil.Process]], None],
     nodes: Nodes | None = None,
 ) -> Any:
-    """A started AsyncLLM. Raises EngineDied; nothing of the attempt runs then. `note` gets its processes meanwhile."""
+    """A started AsyncLLM. Raises EngineDied, UnsupportedByEngine; nothing of the attempt runs then. `note` gets its
+    processes meanwhile."""
     if not entry_points(group=ENTRY_POINT_GROUP, name=ENTRY_POINT_NAME):
         raise EngineDied(engine_id, "the weightplane package is not installed: vLLM would not find its plugin")
     before, given_up = descendants(), threading.Event()
@@ -56,13 +58,13 @@ async def launch(
         note(processes)
         return signs_of(log.size, processes)
 
-    construct = partial(_construct, settings, log, given_up, nodes)
+    construct = partial(_construct, settings, engine_id, log, given_up, nodes)
     attempt = asyncio.ensure_future(in_thread(construct, name="weightplane-vllm-start"))
     try:
         cause = await started(attempt, look, settings.start_idle_seconds, settings.start_timeout_seconds)
         if cause is None:
             return attempt.result()
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, UnsupportedByEngine):
         given_up.set()
         await _abandon(attempt, before)
         raise
@@ -86,7 +88,9 @@ async def end(llm: Any, limit_seconds: float) -> None:
     ending.result()
 
 
-def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event, nodes: Nodes | None) -> Any:
+def _construct(
+    settings: VllmSettings, engine_id: str, log: EngineLog, given_up: threading.Event, nodes: Nodes | None
+) -> Any:
     gpu = environment.gpu_present()
     environment.apply(environment.engine_environment(settings, gpu=gpu, log_config=log.config, base=os.environ))
     from vllm.engine.arg_utils import AsyncEngineArgs
@@ -96,7 +100,9 @@ def _construct(settings: VllmSettings, log: EngineLog, given_up: threading.Event
         tie_coordinator()
     if given_up.is_set():  # the imports alone took too long
         raise TimeoutError("the start was given up")
-    return AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(settings, gpu=gpu, nodes=nodes)))
+    arguments = AsyncEngineArgs(**engine_arguments(settings, gpu=gpu, nodes=nodes))
+    check_connector(engine_id, arguments.kv_transfer_config)
+    return AsyncLLM.from_engine_args(arguments)
 
 
 async def _abandon(attempt: asyncio.Future[Any], before: set[psutil.Process]) -> None:

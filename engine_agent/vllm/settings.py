@@ -50,6 +50,8 @@ class VllmSettings:
     enable_prefix_caching: bool = True
     enforce_eager: bool | None = None
     """None: eager on a CPU, where compiling takes longer than it saves; compiled on a GPU."""
+    batch_invariant: bool = False
+    """Answers do not depend on what else is in the batch (vLLM's VLLM_BATCH_INVARIANT): slower, and on GPUs alone."""
     device_uuids: tuple[str, ...] = ()
     """One per worker, in rank order. Empty: asked of the workers on a GPU, made from the engine's id on a CPU."""
     visible_devices: tuple[str, ...] = ()

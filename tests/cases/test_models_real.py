@@ -7,112 +7,22 @@ badly; what the engine then says is compared with fresh engines, or with transfo
 from __future__ import annotations
 
 import asyncio
-import json
-import os
-import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from safetensors.torch import save_file
 
-from controlplane.core.sampling import SamplingSettings
-from controlplane.failpoints import DIRECTORY_VARIABLE
-from controlplane.rollout.client import RolloutClient
-from controlplane.rollout.sample import Assembly, Sample, Span
-from engine_agent.agent import EngineSettings, run_engine
-from engine_agent.vllm.settings import VllmSettings, engine_arguments
-from tests.support.eventually import eventually
 from tests.support.faulty_worker import CLASS, FAULTS, FILE_VARIABLE
 from tests.support.hf_models import VOCAB, save_random
-from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.real_rig import COUNT, LENGTH, Rig, Said, made_by, real_rig, thirty_two, watch
 from tests.support.reference import Reference
-from tests.support.samples import greedy
 from tests.support.tiny_rank import EMBEDDING_NAME
 from tests.support.told_rank import Order, weights
-from tests.support.toy_trainer import RankProcess, ToyTrainer, toy_trainer
-from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
+from weightplane.v1 import engine_pb2
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
-
-PROMPT = [5, 6, 7, 8, 9]
-COUNT = 12
-RUNNING = 32
-"""Requests in the engine while it is updated."""
-START_SECONDS = 240.0
-LIMITS = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 32 << 20}
-Said = tuple[list[int], list[tuple[int, int, int]]]
-"""Tokens, and spans as (number, start, end)."""
-
-
-@dataclass
-class Rig:
-    """One engine that lives as long as this module, and a rank that pushes to it."""
-
-    fleet: LocalFleet
-    rank: RankProcess
-    model: Path
-    work: Path
-    stack: AsyncExitStack
-
-    async def push(self, order: Order) -> dict[str, Any]:
-        """How it ended, in the rank's words."""
-        ended = len(self.ends)
-        assert self.rank.process.stdin is not None
-        self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        await eventually(lambda: len(self.ends) > ended, within=90)
-        return self.ends[-1]
-
-    async def rollouts(self) -> RolloutClient:
-        return await self.stack.enter_async_context(RolloutClient(self.fleet.address, run_id=RUN))
-
-    @property
-    def ends(self) -> list[dict[str, Any]]:
-        return [line for line in self.rank.lines if line["event"] in ("pushed", "failed")]
-
-    async def pushed(self, order: Order) -> int:
-        """The number, of a push that has to succeed."""
-        end = await self.push(order)
-        assert end["event"] == "pushed", end
-        return int(end["number"])
-
-    async def says(self) -> Said:
-        return await greedy(self.fleet, "e0", PROMPT, COUNT)
-
-    def truth(self, order: Order) -> list[int]:
-        """transformers' tokens. It loads from a directory: in memory it fuses experts under names of its own."""
-        return Reference(self.written(order)).greedy({}, PROMPT, COUNT)[0]
-
-    def written(self, order: Order) -> Path:
-        """A model directory with these weights."""
-        directory = self.work / f"weights-{order.seed}"
-        if not directory.exists():
-            directory.mkdir()
-            (directory / "config.json").write_text((self.model / "config.json").read_text())
-            save_file(weights(self.model, order), directory / "model.safetensors", metadata={"format": "pt"})
-        return directory
-
-    async def fresh_says(self, order: Order) -> list[int]:
-        """The tokens of a fresh vLLM in a process of its own."""
-        directory = self.written(order)
-        request = {"prompts": [PROMPT], "max_tokens": COUNT, **LIMITS}
-        (directory / "request").write_text(json.dumps(request))
-        words = [str(directory), str(directory / "request"), str(directory / "answer")]
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "controlplane.cli.demo.reference", *words),
-            env={name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        output, _ = await asyncio.wait_for(process.communicate(), 240)
-        assert process.returncode == 0, output.decode()[-4000:]
-        (answer,) = json.loads((directory / "answer").read_text())
-        tokens: list[int] = answer["tokens"]
-        return tokens
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -125,36 +35,8 @@ async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
         "max_position_embeddings": 512,
     }
     model = save_random(work / "model", "qwen3_moe", tied=True, **shape)
-    fleet, patch = LocalFleet(work), pytest.MonkeyPatch()
-    try:
-        await fleet.start_coordinator(lease_ttl_seconds=20.0)
-        vllm = VllmSettings(model, max_num_seqs=RUNNING, **LIMITS)  # type: ignore[arg-type]
-        settings = EngineSettings("e0", fleet.address, RUN, state_dir=work / "engines", vllm=vllm)
-        faulty = {"worker_extension_cls": CLASS}
-        arguments = lambda settings, **how: engine_arguments(settings, **how) | faulty  # noqa: E731
-        patch.setattr("engine_agent.vllm.launch.engine_arguments", arguments)
-        patch.setenv(FILE_VARIABLE, str(work / "fault"))
-        patch.setenv(DIRECTORY_VARIABLE, str(work / "failpoints"))
-        (work / "failpoints").mkdir()
-        fleet._start("e0", run_engine, settings)
-        async with toy_trainer(fleet.address) as trainer:
-            rank = await _rank(trainer, model)
-            await eventually(lambda: _knows(fleet), within=START_SECONDS)
-            async with AsyncExitStack() as stack:
-                yield Rig(fleet, rank, model, work, stack)
-    finally:
-        await fleet.close()
-        patch.undo()
-
-
-async def _rank(trainer: ToyTrainer, model: Path) -> RankProcess:
-    (rank,) = await trainer.run_ranks(["tests.support.told_rank", str(model)], world=1)
-    await eventually(lambda: bool(rank.said("listening")), within=60)
-    return rank
-
-
-async def _knows(fleet: LocalFleet) -> bool:
-    return any(engine.known for engine in (await fleet.view()).engines)
+    async with real_rig(work, model, CLASS, {FILE_VARIABLE: str(work / "fault")}) as rig:
+        yield rig
 
 
 async def refused(rig: Rig, order: Order) -> str:
@@ -248,42 +130,6 @@ async def test_an_engine_that_put_in_something_else_is_found_by_the_trainers_own
 
 # ---- updates under load -------------------------------------------------------------------------
 
-LENGTH = 200
-
-
-@asynccontextmanager
-async def thirty_two(rig: Rig) -> AsyncIterator[list[tuple[list[int], Sample]]]:
-    """So many requests are in the engine all the time; what came of them, with their prompts, after the block."""
-    samples: list[tuple[list[int], Sample]] = []
-    some, over = asyncio.Semaphore(0), asyncio.Event()
-
-    async def one(client: RolloutClient, prompt: list[int]) -> None:
-        sampling = SamplingSettings(max_tokens=LENGTH, temperature=0.0, ignore_eos=True)
-        while not over.is_set():
-            assembly = Assembly(str(prompt), with_logprobs=True)
-            async for delta in client.stream(prompt, sampling):
-                assembly.add(delta)
-                some.release()
-            samples.append((prompt, assembly.finish()))
-
-    client = await rig.rollouts()
-    async with asyncio.TaskGroup() as group:
-        for i in range(RUNNING):
-            group.create_task(one(client, [5 + i, 6, 7]))
-        for _ in range(2 * RUNNING):
-            await some.acquire()
-        try:
-            yield samples
-        finally:
-            over.set()
-
-
-def made_by(rig: Rig, order: Order, sample: Sample, prompt: list[int], span: Span) -> bool:
-    """Whether these weights would have chosen just these tokens, or ones as likely."""
-    before = [*prompt, *sample.tokens[: span.start]]
-    short = Reference(rig.written(order)).shortfalls({}, before, sample.tokens[span.start : span.end])
-    return max(short) < 1e-3
-
 
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_spans_are_true(
@@ -311,13 +157,6 @@ async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_
 
 
 # ---- installs that fail half-way ----------------------------------------------------------------
-
-
-async def watch(rig: Rig, seen: list[engine_pb2.EngineStatus]) -> None:
-    """The engine's own word at each change, until cancelled."""
-    stub = lifecycle_pb2_grpc.LifecycleStub(rig.fleet.channel((await rig.fleet.engine("e0")).endpoint))
-    async for response in stub.WatchStatus(lifecycle_pb2.WatchStatusRequest(run_id=RUN)):
-        seen += [response.status]
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0], ids=["none", "one", "half", "all"])

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from controlplane import failpoints
-from controlplane.core.errors import UpdateFailed
+from controlplane.core.errors import FormatMismatch, UpdateFailed
 from controlplane.core.layout import FP8_BLOCK, DType
 from engine_agent import agent
 from engine_agent.agent import EngineSettings, run_engine
@@ -126,7 +126,22 @@ async def test_m3_an_engine_of_their_format_takes_8_bit_floats_and_their_scales_
             assert await both.speaks("blocks", fp8_of(number))
 
 
-async def test_an_engine_of_another_format_refuses_them_and_nothing_is_touched(tmp_path: Path) -> None:
+async def test_an_engine_of_another_format_is_told_beforehand_and_no_number_is_used(tmp_path: Path) -> None:
+    plain = replace(FP8_ENGINE, weights_format="plain")
+    async with both_sides(tmp_path, eight_bit, {"blocks": FP8_ENGINE, "plain": plain}) as both:
+        assert "format:fp8-block" in (await both.fleet.engine("blocks")).capabilities
+        with pytest.raises(FormatMismatch, match=r"in format plain .plain., the layout is in fp8-block"):
+            await both.push(1)
+        assert [await both.fleet.applied(e) for e in ("blocks", "plain")] == [None, None]
+        await both.fleet.stop("plain")
+        assert (await both.push(1)).version.number == 1
+
+
+async def test_an_engine_refuses_another_format_itself_and_nothing_is_touched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One whose agent does not say which it takes."""
+    monkeypatch.setattr("engine_agent.life.TAKES_FORMAT", "silent:")
     plain = replace(FP8_ENGINE, weights_format="plain")
     async with both_sides(tmp_path, eight_bit, {"blocks": FP8_ENGINE, "plain": plain}) as both:
         with pytest.raises(UpdateFailed, match=r"plain ABORTED .FORMAT_MISMATCH: .* in format plain.* in fp8-block"):
@@ -136,7 +151,7 @@ async def test_an_engine_of_another_format_refuses_them_and_nothing_is_touched(t
 
 async def test_an_engine_of_8_bit_floats_refuses_the_same_bytes_as_plain_ones(tmp_path: Path) -> None:
     async with both_sides(tmp_path, lambda step: step.source(fp8_of), {"blocks": FP8_ENGINE}) as both:
-        with pytest.raises(UpdateFailed, match=r"in format fp8-block.* in plain"):
+        with pytest.raises(FormatMismatch, match=r"in format fp8-block.* in plain"):
             await both.push(1)
         assert await both.fleet.applied("blocks") is None
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from controlplane.core.errors import DeadlineExceeded
+from controlplane.core.canary import Canary
+from controlplane.core.errors import CanaryFailed, DeadlineExceeded, UnsupportedByEngine
 from controlplane.devices import cpu_device_uuid
 from tests.support.device_memory import AccountingEngine, DeviceMemory
 from tests.support.eventually import eventually
@@ -137,6 +138,30 @@ async def test_inv1_a_push_while_devices_are_taken_is_applied_and_served_when_th
         await rank.close()
 
 
+async def test_an_engine_that_wakes_poisoned_is_named_to_who_gave_its_devices_and_the_next_push_heals_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with shared(tmp_path, monkeypatch) as (fleet, trainer, _):
+        rank, speaks = await joined(trainer), AccountingEngine.canary
+        await rank.push(0)
+        await asyncio.to_thread(rank.rank.take_devices, 2)
+        await rank.push(1)
+
+        async def wrong(self: AccountingEngine, prompt: Sequence[int] | None = None) -> Canary:
+            raise CanaryFailed("e0", "2", "it says nan")
+
+        monkeypatch.setattr(AccountingEngine, "canary", wrong)
+        poisoned = await asyncio.to_thread(rank.rank.give_devices)
+        assert list(poisoned) == ["e0"]
+        assert "it says nan" in poisoned["e0"]
+        assert (await fleet.status("e0")).word == "poisoned"
+        monkeypatch.setattr(AccountingEngine, "canary", speaks)
+        number = (await rank.push(2)).version.number
+        await eventually(lambda: _serves(fleet, number))
+        assert await asyncio.to_thread(rank.rank.give_devices) == {}
+        await rank.close()
+
+
 async def _serves(fleet: LocalFleet, number: int) -> bool:
     status = await fleet.status("e0")
     return status.gate_open and status.applied.number == number
@@ -184,6 +209,21 @@ async def test_a_trainer_that_leaves_gives_its_devices_back(tmp_path: Path, monk
         await asyncio.to_thread(rank.rank.take_devices)
         await rank.close()
         await eventually(lambda: _serves(fleet, 1))
+
+
+async def test_where_one_engine_cannot_sleep_none_is_asked_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with shared(tmp_path, monkeypatch) as (fleet, trainer, _):
+        monkeypatch.setattr(AccountingEngine, "device", DeviceMemory(DEVICE_BYTES))
+        start_engine(fleet, "e1", device_uuids=(cpu_device_uuid(0),), can_sleep=False)
+        await fleet.wait_for_engines(2)
+        rank = await joined(trainer)
+        await rank.push(0)
+        with pytest.raises(UnsupportedByEngine, match="e1"):
+            await asyncio.to_thread(rank.rank.take_devices)
+        assert [(await fleet.status(e)).word for e in ("e0", "e1")] == ["serving", "serving"]
+        assert not (await fleet.view()).trainers[0].status.holds_devices
+        await asyncio.to_thread(rank.rank.give_devices)
+        await rank.close()
 
 
 async def test_taking_and_giving_are_idempotent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from controlplane.checkpoints import CheckpointManifest, open_files, read_manifest
+from controlplane.cli import engine_orders as orders
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
@@ -109,6 +110,34 @@ async def test_a_slot_of_two_ranks_gives_one_checkpoint_of_the_whole(tmp_path: P
         [known] = await checkpoints(fleet)
         assert known.content_digest == (await fleet.status("tp2")).content_digest
         assert contents(root, known.name, read_manifest(root, known.name)) == pushed_contents(1)
+
+
+async def test_one_that_an_engine_is_held_at_stays_until_it_is_released_and_others_go(tmp_path: Path) -> None:
+    """The coordinator does not let it go (CHECKPOINT_IN_USE), and the trainer asks again with each commit."""
+    root = tmp_path / "checkpoints"
+    async with (
+        fleet_for_toys(tmp_path) as fleet,
+        toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=1) as trainer,
+    ):
+        ranks = await ObedientRanks.start(trainer)
+        await pushed_and_kept(fleet, ranks, 1)
+        held = orders.Target(fleet.address, "e1", 5.0)
+        await orders.hold(held, 1, "", 0.0)
+
+        async def stay(*numbers: int) -> bool:
+            known = {c.version.number for c in await checkpoints(fleet)}
+            return known == set(numbers) and len(names(root)) == len(numbers)
+
+        with capture_logs() as events:
+            for step in (2, 3):
+                await pushed_and_kept(fleet, ranks, step)
+            await eventually(lambda: stay(1, 3), within=30)
+        stays = [e["cause"] for e in events if e["event"] == "checkpoint_stays"]
+        assert stays
+        assert all("e1" in cause for cause in stays)
+        await orders.release(held, 0.0)
+        await pushed_and_kept(fleet, ranks, 4)
+        await eventually(lambda: stay(4), within=30)
 
 
 async def test_a_later_life_of_the_trainer_retires_what_the_first_one_wrote(tmp_path: Path) -> None:

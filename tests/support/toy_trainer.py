@@ -150,7 +150,7 @@ def engine_settings(
     fleet: LocalFleet, engine_id: str, tensors: Mapping[str, tuple[int, ...]] = SHAPES, **more: Any
 ) -> EngineSettings:
     """An in-memory engine that expects `tensors`; `more` goes to the engine where it is one of its settings."""
-    memory = {k: more.pop(k) for k in ("install_seconds", "device_uuids", "kv_bytes") if k in more}
+    memory = {k: more.pop(k) for k in ("install_seconds", "device_uuids", "kv_bytes", "can_sleep") if k in more}
     return EngineSettings(
         engine_id=engine_id,
         coordinator=fleet.address,
@@ -174,9 +174,15 @@ class EngineProcess:
         self._process = process
 
     @classmethod
-    async def start(cls, fleet: LocalFleet, engine_id: str = "e0", install_seconds: float = 0.0) -> EngineProcess:
-        where = [fleet.address, str(fleet.directory), engine_id, str(install_seconds)]
+    async def start(
+        cls, fleet: LocalFleet, engine_id: str = "e0", install_seconds: float = 0.0, device: str = ""
+    ) -> EngineProcess:
+        where = [fleet.address, str(fleet.directory), engine_id, str(install_seconds), device]
         return cls(await asyncio.create_subprocess_exec(sys.executable, "-m", "tests.support.toy_trainer", *where))
+
+    async def kill(self) -> None:
+        self._process.kill()
+        await self.died()
 
     async def died(self) -> None:
         assert await asyncio.wait_for(self._process.wait(), 100) == -signal.SIGKILL
@@ -196,10 +202,13 @@ def segments() -> list[str]:
 
 
 def main() -> None:
-    """An engine agent as a process: coordinator, directory, name, seconds that an install takes."""
+    """An engine agent as a process: coordinator, directory, name, seconds that an install takes, and its device, or
+    nothing."""
     fleet = LocalFleet(Path(sys.argv[2]))
     fleet.address = sys.argv[1]
-    sys.exit(asyncio.run(run_engine(engine_settings(fleet, sys.argv[3], install_seconds=float(sys.argv[4])))))
+    memory: dict[str, Any] = {"device_uuids": (sys.argv[5],)} if sys.argv[5] else {}
+    settings = engine_settings(fleet, sys.argv[3], install_seconds=float(sys.argv[4]), **memory)
+    sys.exit(asyncio.run(run_engine(settings)))
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ COMMANDS = [
     "engines drain",
     "engines pause",
     "engines resume",
+    "engines wake",
     "engines shutdown",
     "plan",
     "rollback",

@@ -46,6 +46,9 @@ def engines() -> operator_pb2.FleetView:
     lost = engine("engine-2", "serving", applied=version(2, 7), known=False, refused=refused)
     lost.desired.CopyFrom(version(2, 7))
     lost.conditions.append(condition("Running", UNKNOWN, "Silent", 200_000, "last heard: Running"))
+    for each in (serving, lost):
+        each.capabilities.extend(["checkpoint", "format:plain", "staged"])
+    behind.capabilities.extend(["format:plain", "staged"])
     return operator_pb2.FleetView(run_id="run-a", coordinator_term=3, engines=[serving, behind, lost])
 
 

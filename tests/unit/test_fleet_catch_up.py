@@ -113,6 +113,31 @@ def test_nobody_is_carried_to_on_devices_that_a_trainer_holds() -> None:
     assert [c.engine.engine_id for c in carries(f)] == ["e0", "shared"]
 
 
+def test_agents_are_told_who_has_devices_until_that_one_says_otherwise_or_its_lease_is_over() -> None:
+    f = Fleet()
+    f.engine("e0")
+    trainer, owner = f.trainer(), "trainer:trainer"
+    assert f.core.device_holder(POLICY) == owner, "an earlier life of it may have taken them"
+    for holds in (False, True):
+        effects = f.handle(events.TrainerReported(trainer, Term(1), 1, "train", 1 + holds, holds_devices=holds))
+        assert f.core.device_holder(POLICY) == (owner if holds else "")
+        assert any(isinstance(x, events.BroadcastState) for x in effects)
+    f.handle(events.SessionEnded(trainer, goodbye=False))
+    f.pass_time(f.settings.lease_ttl_seconds / 2)
+    assert f.core.device_holder(POLICY) == owner
+    f.now += f.settings.lease_ttl_seconds
+    assert any(isinstance(x, events.BroadcastState) for x in f.handle(events.Tick()))
+    assert f.core.device_holder(POLICY) == ""
+
+
+def test_a_trainer_that_is_heard_keeps_its_devices_however_long_it_stands_still() -> None:
+    f = Fleet()
+    trainer = f.trainer()
+    f.handle(events.TrainerReported(trainer, Term(1), 1, "train", 1, holds_devices=True))
+    f.pass_time(f.settings.step_limit_seconds + 2 * f.settings.lease_ttl_seconds)
+    assert f.core.device_holder(POLICY) == "trainer:trainer"
+
+
 def test_an_engine_that_reads_no_checkpoints_is_left_to_the_next_push() -> None:
     f, engines, _ = served()
     f.core.engines[EngineId("e0")].capabilities = ("staged",)

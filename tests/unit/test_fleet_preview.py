@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from controlplane.cli.plan_table import plan_json, render_plan, size
 from controlplane.coordinator import views
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Residency
-from controlplane.core.errors import InvalidRequest
+from controlplane.core.errors import FormatMismatch, InvalidRequest
 from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.plan import LinkFate, Load, RankPlace, Transport
 from controlplane.core.update_transaction import UpdatePolicy
@@ -115,6 +116,23 @@ def test_what_would_refuse_the_update_is_named_beside_the_plan() -> None:
     begin(f, "u1")
     found = ask(f)
     assert (problems(found), len(found.plan.assignments)) == (["UPDATE_IN_PROGRESS"], 2)
+
+
+def test_an_engine_of_another_format_is_named_in_the_dry_run_and_refuses_the_update_before_its_number() -> None:
+    f = Fleet()
+    for name, takes in (("e0", "format:fp8-block"), ("e1", "format:plain"), ("e2", "staged")):
+        f.engine(name)
+        f.core.engines[EngineId(name)].capabilities = (takes,)
+    trainer(f, replace(LOAD, weights_format="plain"))
+    assert [str(p) for p in ask(f).problems] == [
+        "the engine's weights are in format fp8-block (e0), the layout is in plain"
+    ]
+    before = f.core.next_number
+    with pytest.raises(FormatMismatch, match="e0"):
+        f.begin("u1")
+    assert f.core.next_number == before
+    f.core.trainers[POLICY].load = LOAD  # it does not say: the engine's own check is left
+    assert ask(f).problems == ()
 
 
 def test_after_a_restart_it_is_said_what_is_not_known_yet() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from controlplane.core.errors import UnsupportedByEngine
 from controlplane.processes import start_time
+from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.environment import engine_environment
 from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from engine_agent.vllm.settings import OWN_ARGUMENTS, VllmSettings, engine_arguments
@@ -48,6 +51,22 @@ def test_a_cpus_settings_stay_on_cpus() -> None:
 
 def test_the_kv_cache_has_the_size_of_the_settings_not_of_the_environment() -> None:
     assert "VLLM_CPU_KVCACHE_SPACE" not in environment(VLLM_CPU_KVCACHE_SPACE="40")
+
+
+def test_batch_invariance_is_asked_of_vllm_where_the_settings_have_it_and_else_left_as_it_is() -> None:
+    asked = environment(gpu=True, settings=replace(SETTINGS, batch_invariant=True))
+    assert asked["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in environment(gpu=True)
+
+
+async def test_what_vllm_does_not_have_on_a_cpu_is_refused_by_name_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine_agent.vllm.engine.gpu_present", lambda: False)
+    engine = VllmEngine(replace(SETTINGS, batch_invariant=True), "e0")
+    with pytest.raises(UnsupportedByEngine, match="batch_invariant"):
+        await engine.start()
+    await engine.shutdown()
 
 
 def test_the_rest_of_the_environment_is_kept() -> None:

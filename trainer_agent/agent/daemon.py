@@ -222,9 +222,8 @@ class TrainerAgent:
             self._pusher.fail(over)
         if self._set is not None:
             self._set.refuse(over)
-        held = self._set is not None and self._set.holds_devices
         self._set, self._pusher, self._waits_for = RankSet(join, self._settings.model), None, None
-        self._set.holds_devices, self._devices = held, None  # until it found out: see welcomed
+        self._set.holds_devices, self._devices = True, None  # an earlier life may: until it found out, see welcomed
         self.ended.clear()
         self._spawn(self._join_limit(self._set, join.timeout_seconds))
 

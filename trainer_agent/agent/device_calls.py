@@ -7,6 +7,7 @@ nothing is done.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 import structlog
 
@@ -78,17 +79,18 @@ class DeviceCalls:
         first = next(iter(self._asked.values()))
         seconds = min(a.timeout_seconds for a in self._asked.values())
         error: WeightplaneError | None = self._disagreement()
+        poisoned: dict[str, str] = {}
         try:
             if error is None and first.take:
                 await self.sharing.take(first.level, seconds)
             elif error is None:
-                await self.sharing.give(seconds)
+                poisoned = await self.sharing.give(seconds)
         except WeightplaneError as refused:
             error = refused
         except Exception as broke:
             log.exception("devices_broke")
             error = PeerLost(peer="the trainer agent", cause=repr(broke))
-        self._answer(error)
+        self._answer(error, poisoned)
 
     def _disagreement(self) -> SlotMismatch | None:
         said = {r: f"take, level {a.level}" if a.take else "give" for r, a in sorted(self._asked.items())}
@@ -96,11 +98,11 @@ class DeviceCalls:
             return None
         return SlotMismatch(engine_id="every engine", what="what to do with the devices", ranks=str(said))
 
-    def _answer(self, error: WeightplaneError | None) -> None:
+    def _answer(self, error: WeightplaneError | None, poisoned: Mapping[str, str] | None = None) -> None:
         self._stop_waiting()
         asked, self._asked = self._asked, {}
         for rank, what in asked.items():
-            done = rank_pb2.DevicesDone(sequence=what.sequence)
+            done = rank_pb2.DevicesDone(sequence=what.sequence, poisoned=poisoned)
             if error is not None:
                 done.error_reason, done.error_message = error.reason, str(error)
                 done.error_metadata.update(error.metadata())

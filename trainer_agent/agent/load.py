@@ -24,4 +24,5 @@ def load_of(layout: Layout, chunk_bytes: int) -> fleet_pb2.Load:
         byte_count=layout.byte_count,
         chunk_bytes=chunk_bytes,
         largest_module_bytes=max(modules, default=0),
+        format=layout.format,
     )

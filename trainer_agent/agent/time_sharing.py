@@ -14,6 +14,7 @@ from functools import partial
 import grpc
 import structlog
 
+from controlplane.core.engine_sleep import SLEEP
 from controlplane.core.errors import (
     DeadlineExceeded,
     DevicesTaken,
@@ -56,28 +57,34 @@ class TimeSharing:
         """Put every engine on the ranks' devices to sleep; returns when the devices are free.
 
         Raises:
-            UnsupportedByEngine, ModelFrozen: an engine cannot. DeadlineExceeded: one did not in time. What was taken
-            until then stays taken: `give` is the way back.
+            UnsupportedByEngine: an engine cannot, and none was asked to. ModelFrozen: one may not. DeadlineExceeded:
+            one did not in time. What was taken until then stays taken: `give` is the way back.
         """
+        await self._until("take_devices", LOOK_SECONDS, self._can_sleep)
         self._hold(True)
         await self._until("take_devices", seconds, self._known_to_hold)
         ask = partial(self._sleep, level=level)
         await self._until("take_devices", seconds, lambda: self._all(ask, self._shared))
         log.info("devices_taken", level=level)
 
-    async def give(self, seconds: float) -> None:
-        """Wake what sleeps for this trainer; returns when canaries spoke and gates may open.
+    async def give(self, seconds: float) -> dict[str, str]:
+        """Wake what sleeps for this trainer; returns when canaries spoke and gates may open. The engines that woke
+        poisoned, each with the cause: their memory is theirs again, and the next whole push heals them.
 
         Raises DeadlineExceeded.
         """
-        await self._until("give_devices", seconds, lambda: self._all(partial(self._wake, kv=True), self._sleepers))
+        poisoned: dict[str, str] = {}
+        wake = partial(self._wake, kv=True, poisoned=poisoned)
+        await self._until("give_devices", seconds, lambda: self._all(wake, self._sleepers))
         self._hold(False)
         log.info("devices_given")
+        return poisoned
 
     async def wake_weights(self, seconds: float) -> None:
         """The weights' memory of what sleeps for this trainer: an install needs no more. Raises DeadlineExceeded."""
         if self._ranks.holds_devices:
-            await self._until("push", seconds, lambda: self._all(partial(self._wake, kv=False), self._sleepers))
+            wake = partial(self._wake, kv=False, poisoned={})
+            await self._until("push", seconds, lambda: self._all(wake, self._sleepers))
 
     async def find_out(self, seconds: float) -> None:
         """Whether an earlier life took devices and never gave them. Raises DeadlineExceeded."""
@@ -112,6 +119,13 @@ class TimeSharing:
 
     def _of_model(self, fleet: operator_pb2.FleetView) -> list[operator_pb2.EngineView]:
         return [v for v in fleet.engines if v.status.model == self._ranks.model]
+
+    async def _can_sleep(self) -> list[WeightplaneError]:
+        """Before any engine sleeps: each must be able to. Raises UnsupportedByEngine."""
+        for view in self._shared(await self._fleet()):
+            if view.known and view.capabilities and SLEEP not in view.capabilities:
+                raise UnsupportedByEngine(engine_id=view.status.engine.engine_id, what="sleep")
+        return []
 
     async def _known_to_hold(self) -> list[WeightplaneError]:
         """What keeps the coordinator from knowing that this trainer holds its devices."""
@@ -167,7 +181,8 @@ class TimeSharing:
         )
         await self._context.stubs.lifecycle(view.endpoint).Sleep(request, timeout=seconds)
 
-    async def _wake(self, view: operator_pb2.EngineView, seconds: float, *, kv: bool) -> None:
+    async def _wake(self, view: operator_pb2.EngineView, seconds: float, *, kv: bool, poisoned: dict[str, str]) -> None:
+        """`poisoned` gets its name, if it is."""
         if not kv and view.status.life != engine_pb2.ENGINE_LIFE_RUNNING:
             return  # it died asleep: no weights go there before its devices are given
         request = lifecycle_pb2.WakeUpRequest(
@@ -180,6 +195,7 @@ class TimeSharing:
                 return
             raise
         if response.status.weights == engine_pb2.WEIGHTS_STATE_POISONED:
+            poisoned[view.status.engine.engine_id] = response.status.poison_cause
             log.error("engine_woke_poisoned", engine=view.status.engine.engine_id, cause=response.status.poison_cause)
 
 

@@ -28,12 +28,13 @@ class SharedDevices:
         self.held = True  # also where it fails: some engines may sleep by then
         self._ask(rank_pb2.DevicesAsked(take=True, level=level), "take_devices", patience)
 
-    def give(self, patience: Patience) -> None:
-        """Raises SlotMismatch, DeadlineExceeded."""
-        self._ask(rank_pb2.DevicesAsked(take=False), "give_devices", patience)
+    def give(self, patience: Patience) -> dict[str, str]:
+        """The engines that woke poisoned, with the cause. Raises SlotMismatch, DeadlineExceeded."""
+        done = self._ask(rank_pb2.DevicesAsked(take=False), "give_devices", patience)
         self.held = False
+        return dict(done.poisoned)
 
-    def _ask(self, asked: rank_pb2.DevicesAsked, phase: str, patience: Patience) -> None:
+    def _ask(self, asked: rank_pb2.DevicesAsked, phase: str, patience: Patience) -> rank_pb2.DevicesDone:
         self._sequence += 1
         asked.sequence = self._sequence
         asked.timeout_seconds = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
@@ -45,3 +46,4 @@ class SharedDevices:
         done = message.devices_done
         if done.error_reason:
             raise wire.typed_error(done.error_reason, done.error_metadata, done.error_message)
+        return done

@@ -210,17 +210,19 @@ class TrainerRank:
         self._pushes.settle_last(patience)
         self._devices.take(level, patience)
 
-    def give_devices(self) -> None:
+    def give_devices(self) -> dict[str, str]:
         """Wake what sleeps for this trainer: KV cache, then canary, then gate. Collective; returns after the canaries.
 
-        Free this trainer's own device memory first. Idempotent.
+        Free this trainer's own device memory first. Idempotent. Returns the engines whose canary found fault with what
+        was pushed while they slept, each with the cause, the same on every rank: they are awake, poisoned and shut, and
+        the next push heals them. Empty: all is well.
 
         Raises:
             DeadlineExceeded, SlotMismatch, StaleTerm, PeerLost.
         """
         patience = self._patience()
         self._pushes.settle_last(patience)
-        self._devices.give(patience)
+        return self._devices.give(patience)
 
     @property
     def holds_devices(self) -> bool:

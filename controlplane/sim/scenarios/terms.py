@@ -5,11 +5,13 @@ from __future__ import annotations
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
+from controlplane.core.engine_state import Activity
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.fleet_records import Recovered
 from controlplane.core.plan import EnginePlace
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import Term, WeightVersion
+from controlplane.sim.push import Push
 from controlplane.sim.scenarios.stage import (
     expect,
     next_decision,
@@ -55,10 +57,16 @@ def a_second_trainer_without_takeover_waits(world: World) -> None:
 
 @scenario()
 def a_zombie_wakes_after_its_successor_pushed(world: World) -> None:
-    """Stopped with its update ready, taken over, continued: refused by agents and coordinator, and it ends."""
+    """Stopped with its update ready on an engine, taken over, continued: refused by agents and coordinator, and it
+    ends."""
     serve(world)
     zombie = trainer(world)
-    next_push(world, lambda push: bool(push.feeds) and push.phase is Phase.PREPARING)
+
+    def ready_somewhere(push: Push) -> bool:
+        lives = [agent.present for agent in world.agents.values()]
+        return push.phase is Phase.PREPARING and any(x.core.state.activity is Activity.READY for x in lives)
+
+    next_push(world, ready_somewhere)
     zombie.pause()
     successor = team(world).new_trainer(takeover=True)
     world.run_until(lambda: successor.pushed > 0, 30.0, "the successor's push is committed")

@@ -166,7 +166,10 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, streaming, rollback, sleep, prefix_cache."""
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache, batch_invariant, draft, delta, checkpoint; and the format
+        of weights that it takes, format:plain or another. What is not among them is refused with UNSUPPORTED_BY_ENGINE or
+        FORMAT_MISMATCH, before anything is touched.
+        """
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
@@ -273,6 +276,7 @@ class Load(_message.Message):
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     CHUNK_BYTES_FIELD_NUMBER: _builtins.int
     LARGEST_MODULE_BYTES_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
     tensor_count: _builtins.int
     """Tensors."""
     byte_count: _builtins.int
@@ -283,6 +287,10 @@ class Load(_message.Message):
     """Bytes of the largest decoder layer, or of the tensors outside of all layers if these are larger: what a loader
     that goes layer by layer holds at once.
     """
+    format: _builtins.str
+    """Format of its weights, as in a layout: an update that requires an engine of another one is refused at its begin
+    (FORMAT_MISMATCH). Empty: it does not say.
+    """
     def __init__(
         self,
         *,
@@ -290,10 +298,11 @@ class Load(_message.Message):
         byte_count: _builtins.int = ...,
         chunk_bytes: _builtins.int = ...,
         largest_module_bytes: _builtins.int = ...,
+        format: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "chunk_bytes", b"chunk_bytes", "largest_module_bytes", b"largest_module_bytes", "tensor_count", b"tensor_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "chunk_bytes", b"chunk_bytes", "format", b"format", "largest_module_bytes", b"largest_module_bytes", "tensor_count", b"tensor_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -511,6 +520,7 @@ class ModelState(_message.Message):
     DOUBTED_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     COMMITS_FIELD_NUMBER: _builtins.int
+    DEVICE_HOLDER_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """The model."""
     term: _builtins.int
@@ -519,6 +529,10 @@ class ModelState(_message.Message):
     """Number of fleet commits so far. The last of `served` is the commit with this number."""
     frozen: _builtins.bool
     """It is served as its engines loaded it: no trainer, no updates."""
+    device_holder: _builtins.str
+    """Owner of the holds ASLEEP of the model's trainer, while it holds engines' devices, and while that is not known: since
+    the coordinator's restart, or since its lease began. Empty: nobody does, or who did was silent for its lease's whole time.
+    """
     @_builtins.property
     def served(self) -> _containers.RepeatedCompositeFieldContainer[_version_pb2.WeightVersion]:
         """The versions that the fleet serves now: none before the first push, one, or two while rolling. To an engine that
@@ -548,10 +562,11 @@ class ModelState(_message.Message):
         doubted: _abc.Iterable[Global___DoubtedEngine] | None = ...,
         kept: _abc.Iterable[Global___KeptEngine] | None = ...,
         commits: _abc.Iterable[Global___FleetCommit] | None = ...,
+        device_holder: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "doubted", b"doubted", "frozen", b"frozen", "kept", b"kept", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["commits", b"commits", "device_holder", b"device_holder", "doubted", b"doubted", "frozen", b"frozen", "kept", b"kept", "model", b"model", "ordinal", b"ordinal", "served", b"served", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -106,7 +106,8 @@ class FleetServicer:
         too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
         Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
-        (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+        (FAILED_PRECONDITION: engines must come first), FORMAT_MISMATCH (FAILED_PRECONDITION: a required engine takes no weights of
+        the format that the trainer's hello states), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
         LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -59,7 +59,8 @@ class FleetStub:
     too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
     Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
-    (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+    (FAILED_PRECONDITION: engines must come first), FORMAT_MISMATCH (FAILED_PRECONDITION: a required engine takes no weights of
+    the format that the trainer's hello states), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
     LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
     """
     WatchUpdate: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchUpdateRequest, _fleet_pb2.WatchUpdateResponse]
@@ -122,7 +123,8 @@ class FleetAsyncStub(FleetStub):
     too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
     Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
-    (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+    (FAILED_PRECONDITION: engines must come first), FORMAT_MISMATCH (FAILED_PRECONDITION: a required engine takes no weights of
+    the format that the trainer's hello states), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
     LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
     """
     WatchUpdate: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchUpdateRequest, _fleet_pb2.WatchUpdateResponse]  # type: ignore[assignment]
@@ -194,7 +196,8 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         too: while the update is known it is answered again, later with REQUEST_REPEATED.
 
         Errors: STALE_TERM (fenced: end), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES
-        (FAILED_PRECONDITION: engines must come first), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
+        (FAILED_PRECONDITION: engines must come first), FORMAT_MISMATCH (FAILED_PRECONDITION: a required engine takes no weights of
+        the format that the trainer's hello states), COORDINATOR_RECOVERING (UNAVAILABLE: again soon),
         LEDGER_REGRESSED (UNAVAILABLE: a person must act), REQUEST_CONFLICT (the id was used for something else), WRONG_RUN.
         """
 

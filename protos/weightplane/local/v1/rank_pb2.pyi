@@ -549,10 +549,31 @@ class DevicesDone(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class PoisonedEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     SEQUENCE_FIELD_NUMBER: _builtins.int
     ERROR_REASON_FIELD_NUMBER: _builtins.int
     ERROR_MESSAGE_FIELD_NUMBER: _builtins.int
     ERROR_METADATA_FIELD_NUMBER: _builtins.int
+    POISONED_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
     """Of the rank's question."""
     error_reason: _builtins.str
@@ -563,6 +584,12 @@ class DevicesDone(_message.Message):
     def error_metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Attributes of the error."""
 
+    @_builtins.property
+    def poisoned(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """After give_devices: engines whose canary found fault with what was installed while they slept, and what it found. They
+        are shut until the next whole push.
+        """
+
     def __init__(
         self,
         *,
@@ -570,10 +597,11 @@ class DevicesDone(_message.Message):
         error_reason: _builtins.str = ...,
         error_message: _builtins.str = ...,
         error_metadata: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        poisoned: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "error_metadata", b"error_metadata", "error_reason", b"error_reason", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error_message", b"error_message", "error_metadata", b"error_metadata", "error_reason", b"error_reason", "poisoned", b"poisoned", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
