@@ -12,7 +12,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,11 +61,7 @@ class Rig:
 
     async def push(self, order: Order) -> dict[str, Any]:
         """How it ended, in the rank's words."""
-        ended = len(self.ends)
-        assert self.rank.process.stdin is not None
-        self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        await eventually(lambda: len(self.ends) > ended, within=90)
-        return self.ends[-1]
+        return await self.rank.tell(order)
 
     async def rollouts(self) -> RolloutClient:
         return await self.stack.enter_async_context(RolloutClient(self.fleet.address, run_id=RUN))

@@ -105,6 +105,41 @@ async def test_a_deadline_reaches_the_engine(fleet: CaseFleet, hands: Hands) -> 
     await eventually(lambda: runs(fleet, 0))
 
 
+async def counts(fleet: CaseFleet, live: int, waiting: int) -> bool:
+    """As its agent says, and as the coordinator heard it."""
+    said = await fleet.status("e0"), (await fleet.engine("e0")).status
+    return {(status.live_requests, status.waiting_requests) for status in said} == {(live, waiting)}
+
+
+async def test_requests_that_wait_outside_the_gate_are_counted_until_they_enter_or_go_away(
+    fleet: CaseFleet, hands: Hands
+) -> None:
+    hands["e0"].limit_samples(0)
+    waiting = ask(2)
+    waiting.wait.FromSeconds(20)
+    calls = [(await stub(fleet)).Generate(waiting, timeout=20) for _ in range(3)]
+    answers = [asyncio.ensure_future(collect(call)) for call in calls]
+    await eventually(lambda: counts(fleet, live=0, waiting=3))
+    calls[0].cancel()
+    await eventually(lambda: counts(fleet, live=0, waiting=2))
+    await fleet.deliver(Weights())
+    await eventually(lambda: counts(fleet, live=2, waiting=0))
+    hands["e0"].limit_samples(None)
+    await asyncio.gather(*answers, return_exceptions=True)
+    await eventually(lambda: counts(fleet, live=0, waiting=0))
+
+
+async def test_requests_beyond_the_engines_places_count_as_waiting(tmp_path: Path, hands: Hands) -> None:
+    async with case_fleet(tmp_path, memory={"max_requests": 2}) as fleet:
+        await fleet.deliver(Weights())
+        hands["e0"].limit_samples(0)
+        answers = [asyncio.ensure_future(collect((await stub(fleet)).Generate(ask(2), timeout=20))) for _ in range(5)]
+        await eventually(lambda: counts(fleet, live=5, waiting=3))
+        hands["e0"].limit_samples(None)
+        await asyncio.gather(*answers)
+        await eventually(lambda: counts(fleet, live=0, waiting=0))
+
+
 async def test_a_pin_of_lag_is_judged_in_commits_and_not_in_numbers(fleet: CaseFleet, hands: Hands) -> None:
     await fleet.deliver(Weights())
     begun = await fleet.begin()  # a number that is burned
