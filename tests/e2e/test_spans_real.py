@@ -1,7 +1,7 @@
-"""The spans are true (INV-11): 64 samples at once on two real engines, ten updates under them, and every span recomputed.
+"""The spans are true (INV-11): 64 samples at once on two real engines, ten updates under them, every span recomputed.
 
-Each span's log probabilities are those of its own version's weights, and of no neighbour's: a border that lay one update
-off, or a token that was stamped too late, would be seen. What the staleness policy dropped is all that is lost.
+Each span's log probabilities are those of its own version's weights, and of no neighbour's: a border that lay one
+update off, or a token that was stamped too late, would be seen. What the staleness policy dropped is all that is lost.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def _spans_are_true(real: RealFleet, made: Sequence[Made]) -> str:
     assert len(several) >= SAMPLES, "too few samples were cut by an update"
     most = max(len(m.sample.spans) for m in made)
     return (
-        f"{len(made)} samples ({sum(m.admitted for m in made)} admitted), {len(own)} spans; {len(several)} samples have "
-        f"more than one span, the most {most}\n"
-        f"own version: at most {max(own):.1e} off (tolerance {TOLERANCE}); a neighbour's: at least {min(other):.2f} off, "
-        f"in {len(other)} comparisons"
+        f"{len(made)} samples, {sum(m.admitted for m in made)} of them admitted; {len(own)} spans; "
+        f"{len(several)} samples have more than one, the most {most}\n"
+        f"own version: at most {max(own):.1e} off (tolerance {TOLERANCE})\n"
+        f"a neighbour's: at least {min(other):.2f} off, in {len(other)} comparisons"
     )
