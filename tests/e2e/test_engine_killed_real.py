@@ -79,8 +79,7 @@ async def test_inv11_all_samples_of_a_killed_engine_finish_elsewhere_and_their_s
         await real.agents["e0"].wait()
         await real.start("e0")
         await whole_again(real, seed=205)
-        summary = await asyncio.to_thread(judged, real, runs)
-        print("\n" + "\n".join(summary))
+    print("\n" + "\n".join(judged(real, runs)))
 
 
 def judged(real: RealFleet, runs: list[Run]) -> list[str]:

@@ -132,12 +132,15 @@ class Recomputed:
         self._orders = real.orders
         self._reference = Reference(real.model)
         self._weights = lru_cache(len(real.orders))(lambda number: weights(real.model, self._orders[number]))
+        self._scores = lru_cache(len(real.orders))(self._score)  # of one sample after the other
 
     def gap(self, number: int, prompt: Sequence[int], sample: Sample, span: Span) -> float:
         """How far the span's log probabilities are, at most, from those of version `number`."""
-        before = [*prompt, *sample.tokens[: span.start]]
-        truth = self._reference.score(self._weights(number), before, sample.tokens[span.start : span.end])
+        truth = self._scores(number, tuple(prompt), sample.tokens)[span.start : span.end]
         return max(abs(a - b) for a, b in zip(sample.logprobs[span.start : span.end], truth, strict=True))
+
+    def _score(self, number: int, prompt: tuple[int, ...], tokens: tuple[int, ...]) -> list[float]:
+        return self._reference.score(self._weights(number), prompt, tokens)
 
     def apart(self, number: int, other: int, text: Sequence[int]) -> list[float]:
         """Of each token of a text but the first: how far two versions' log probabilities of it are apart."""
