@@ -131,6 +131,7 @@ def _engine_json(engine: operator_pb2.EngineView) -> dict[str, Any]:
         "update": _update_json(status.update) if known and status.HasField("update") else None,
         "catch_up": engine.catch_up or None,
         "held_at": _version(engine.kept) if engine.HasField("kept") else None,
+        "capabilities": list(engine.capabilities),
         "report_time": _time(engine.report_time),
         "conditions": [
             {

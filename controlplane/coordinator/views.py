@@ -214,6 +214,7 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
         catch_up="" if carry is None else carry.update_id,
         verification=VERIFICATIONS[verification(core, record.state)],
         kept=None if kept is None else version_to_proto(kept.version),
+        capabilities=record.capabilities,
     )
 
 

@@ -134,6 +134,7 @@ def prefixed(assembly: Assembly, prefix: Sample | None) -> Assembly:
     """Goes on from a sample that was cut; its tokens, logprobs and spans are the new one's too."""
     if prefix is not None:
         assembly.tokens, assembly.logprobs = list(prefix.tokens), list(prefix.logprobs)
-        assembly.spans = list(prefix.spans)
+        assembly.spans, assembly.sampling_masks = list(prefix.spans), list(prefix.sampling_masks)
+        assembly.begin_part()
         assembly.prompt_tokens, assembly.cached_prompt_tokens = prefix.prompt_tokens, prefix.cached_prompt_tokens
     return assembly

@@ -48,7 +48,8 @@ async def speak(
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
     params = SamplingParams(
-        temperature=0.0,
+        temperature=1.0,
+        top_k=1,  # greedy, also for an engine that says what it drew from: that one takes no temperature of 0
         max_tokens=decoded,
         ignore_eos=True,
         logprobs=0,

@@ -35,6 +35,9 @@ from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
     DRAFT,
+    PROCESSED_LOGPROBS,
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -335,7 +338,14 @@ class VllmEngine:
     def _capabilities(self, llm: Any) -> frozenset[str]:
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
-        more = {"prefix_cache": cached, STREAMING: alone}
+        model, aux = llm.vllm_config.model_config, llm.vllm_config.aux_output_config
+        more = {
+            "prefix_cache": cached,
+            STREAMING: alone,
+            PROCESSED_LOGPROBS: model.logprobs_mode == PROCESSED_LOGPROBS,
+            ROUTED_EXPERTS: bool(aux.enable_return_routed_experts),
+            SAMPLING_MASK: bool(model.return_sampling_mask),
+        }
         return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
 

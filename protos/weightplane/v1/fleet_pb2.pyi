@@ -166,7 +166,10 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, streaming, rollback, sleep, prefix_cache."""
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache, draft, delta, checkpoint. And what its samples come
+        with: processed_logprobs (of the distribution that was drawn from; every engine of this contract), routed_experts,
+        sampling_mask.
+        """
 
     @_builtins.property
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:

@@ -709,6 +709,7 @@ class EngineView(_message.Message):
     CATCH_UP_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
@@ -747,6 +748,10 @@ class EngineView(_message.Message):
     def kept(self) -> _version_pb2.WeightVersion:
         """The version that it stays at while the fleet moves on. Absent: it goes with the fleet."""
 
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it can do, as it said in its hello."""
+
     def __init__(
         self,
         *,
@@ -763,10 +768,11 @@ class EngineView(_message.Message):
         catch_up: _builtins.str = ...,
         verification: _engine_pb2.Verification.ValueType = ...,
         kept: _version_pb2.WeightVersion | None = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "kept", b"kept", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "kept", b"kept", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "kept", b"kept", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
