@@ -117,6 +117,8 @@ class Ask:
     def _full(self) -> Delta | None:
         """All tokens had come, only the word that it was the end had not."""
         self.assembly.begin_part()
+        if self.assembly.prompt_tokens is None:  # the next engine will count what came so far as prompt
+            self.assembly.prompt_tokens = len(self.prompt)
         if len(self.assembly.tokens) < self.sampling.max_tokens:
             return None
         ending = Ending("length", "", (), len(self.prompt), 0)

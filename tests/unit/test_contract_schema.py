@@ -83,7 +83,8 @@ def test_inv2_the_check_would_see_a_version_in_a_lifecycle_request() -> None:
 
 
 def test_s1_no_message_of_the_contract_has_room_for_a_pickle() -> None:
-    """Bytes are digests, checksums, raw tensor bytes, numbers of experts and CUDA's handles; a new one must be added here on purpose."""
+    """Bytes are digests, checksums, raw tensor bytes, experts' numbers and CUDA's handles; a new one must be added here
+    on purpose."""
     known = {
         "BufferHandle.inline",
         "CudaIpcRange.memory_handle",
