@@ -91,6 +91,15 @@ class RealFleet:
 
         await eventually(all_are, within=START_SECONDS)
 
+    async def unrouted(self, engine_id: str) -> None:
+        """The coordinator knows that nobody is to be sent there."""
+
+        async def is_not() -> bool:
+            engines = (await self.fleet.view()).engines
+            return engine_id not in {e.status.engine.engine_id for e in engines if e.routable}
+
+        await eventually(is_not, within=START_SECONDS)
+
     async def known(self, count: int) -> None:
         async def so_many() -> bool:
             return sum(engine.known for engine in (await self.fleet.view()).engines) == count
