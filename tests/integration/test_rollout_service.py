@@ -132,6 +132,20 @@ async def test_requests_that_wait_outside_the_gate_are_counted_until_they_enter_
     await eventually(lambda: counts(fleet, live=0, waiting=0))
 
 
+async def test_an_engine_that_raises_what_nobody_planned_for_keeps_no_caller_waiting(
+    fleet: CaseFleet, hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.deliver(Weights())
+
+    async def broken(*_: Any) -> int:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(type(hands["e0"].engine), "_step", broken)
+    with pytest.raises(e.WeightplaneError, match="INTERNAL: internal error"):
+        await collect((await stub(fleet)).Generate(ask(2), timeout=10))
+    await eventually(lambda: counts(fleet, live=0, waiting=0))
+
+
 async def test_requests_beyond_the_engines_places_count_as_waiting(tmp_path: Path, hands: Hands) -> None:
     async with case_fleet(tmp_path, memory={"max_requests": 2}) as fleet:
         await fleet.deliver(Weights())
