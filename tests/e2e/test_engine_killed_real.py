@@ -37,6 +37,7 @@ class Run:
     samples: list[tuple[list[int], Sample]]
     """With their prompts."""
     seconds: float
+    """From the first request to the end of the last sample."""
     moved: int
     """Samples that were in the engine that died."""
 
@@ -48,6 +49,9 @@ async def run(
     began = time.monotonic()
     prompts = [[5 + i, 6, 7] for i in range(SAMPLES)]
     tasks = [asyncio.create_task(sample(rollouts, prompt, LENGTH)) for prompt in prompts]
+    ends: list[float] = []
+    for task in tasks:
+        task.add_done_callback(lambda _: ends.append(time.monotonic()))
     await sample(rollouts, [3, 4], STRUCK_AFTER)  # of the same pace
     moved = (await real.fleet.status(ENGINES[0])).live_requests
     if strike is not None:
@@ -55,7 +59,7 @@ async def run(
         await real.unrouted(ENGINES[0])  # else the push would wait for an engine that is gone
     await real.push(Order(seed))
     made = await asyncio.gather(*tasks)
-    return Run(what, list(zip(prompts, made, strict=True)), time.monotonic() - began, moved)
+    return Run(what, list(zip(prompts, made, strict=True)), max(ends) - began, moved)
 
 
 async def sample(rollouts: RolloutClient, prompt: list[int], length: int) -> Sample:
