@@ -161,9 +161,15 @@ def _delta(output: Any, stream: Stream) -> GenerationDelta:
         cached_prompt_tokens=output.num_cached_tokens or 0,
         prompt_logprobs=scores,
         engine_spans=spans,
-        sampling_mask=() if choice.sampling_mask is None else tuple(map(tuple, choice.sampling_mask.token_ids)),
+        sampling_mask=_masks(choice),
         routed_experts=_routed(output, stream.count + len(choice.token_ids), stream.first_routed),
     )
+
+
+def _masks(choice: Any) -> tuple[tuple[int, ...], ...]:
+    """One for each token of the delta, or none."""
+    masks = () if choice.sampling_mask is None else choice.sampling_mask.token_ids
+    return tuple(map(tuple, masks)) if len(masks) == len(choice.token_ids) else ()
 
 
 def _routed(output: Any, sampled: int, first: int) -> RoutedExperts | None:

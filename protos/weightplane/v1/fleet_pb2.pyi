@@ -166,9 +166,9 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, streaming, rollback, sleep, prefix_cache, draft, delta, checkpoint. And what its samples come
-        with: processed_logprobs (of the distribution that was drawn from; every engine of this contract), routed_experts,
-        sampling_mask.
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache, draft, delta, checkpoint. And what its samples
+        come with: processed_logprobs (of the distribution that was drawn from; every engine of this contract),
+        routed_experts, sampling_mask.
         """
 
     @_builtins.property

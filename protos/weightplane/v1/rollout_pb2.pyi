@@ -304,9 +304,9 @@ class GenerateResponse(_message.Message):
 
     @_builtins.property
     def routed_experts(self) -> Global___RoutedExperts:
-        """The experts of tokens of prompt and sample, in parts of at most 1 MiB, in order, before the message with `finish`. Set by
-        engines with the capability `routed_experts`; absent from all others, and where the engine had not just one set for
-        each token.
+        """The experts of tokens of prompt and sample, in parts of at most 1 MiB, in order, before the message with `finish`.
+        Set by engines with the capability `routed_experts`; absent from all others, and where the engine had not just one
+        set for each token.
         """
 
     def __init__(
@@ -363,7 +363,9 @@ class RoutedExperts(_message.Message):
     TOP_K_FIELD_NUMBER: _builtins.int
     EXPERTS_FIELD_NUMBER: _builtins.int
     first_token: _builtins.int
-    """The first of these tokens, counted from the prompt's first. All that the model was given: not the sample's last token."""
+    """The first of these tokens, counted from the prompt's first. They are those that the model was given: the sample's
+    last token is not among them.
+    """
     layers: _builtins.int
     """Layers with experts."""
     top_k: _builtins.int
