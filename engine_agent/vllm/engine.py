@@ -130,7 +130,7 @@ class VllmEngine:
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
             likeness=self._likeness(llm, len(workers)),
-            max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
+            max_requests=llm.vllm_config.scheduler_config.max_num_seqs * core.cores,
             expected=expected,
             capabilities=self._capabilities(llm) | ({DRAFT} if drafted is not None else set()),
             pids=tuple(p.pid for p in self._processes),
