@@ -14,8 +14,15 @@ from typing import Protocol
 
 from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
+from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
 
+PROCESSED_LOGPROBS = "processed_logprobs"
+"""Capability: its log probabilities are of the distribution that was drawn from, not of the model's raw one."""
+ROUTED_EXPERTS = "routed_experts"
+"""Capability: samples come with the experts of each token."""
+SAMPLING_MASK = "sampling_mask"
+"""Capability: each token comes with the tokens that it was drawn from."""
 DRAFT = "draft"
 """Capability of an engine with a draft model that updates may carry."""
 DRAFT_IS_A_MIXTURE = "the draft model is a mixture since an install that failed, and this update does not cover it"
@@ -40,8 +47,8 @@ class EngineFacts:
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
-    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `batch_invariant`, `draft`. Deltas are the agent's
-    affair, and the format that it takes is `expected`'s."""
+    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `batch_invariant`, `draft`, `processed_logprobs`,
+    `routed_experts`, `sampling_mask`. Deltas are the agent's affair, and the format that it takes is `expected`'s."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers)."""
     initial_digest: bytes | None = None
@@ -114,6 +121,10 @@ class GenerationDelta:
     """Entry i belongs to prompt token i + 1; on one delta, where `sampling.prompt_logprobs`."""
     engine_spans: tuple[tuple[str, int, int], ...] = ()
     """The engine's own (label, start, end) spans over this request's tokens, on the last delta."""
+    sampling_mask: tuple[tuple[int, ...], ...] = ()
+    """One per token: the tokens that it was drawn from. Empty without the capability `sampling_mask`."""
+    routed_experts: RoutedExperts | None = None
+    """On the last delta of an engine with the capability `routed_experts`, where it has them for every token."""
 
 
 @dataclass(frozen=True)

@@ -117,13 +117,11 @@ async def enter(life: EngineLife, pin: Pin, limit: float) -> WeightVersion:
         applied = state.applied
         return life.open and applied is not None and pin.allows(applied, life.core.commits)
 
-    life.waiting += 1
     try:
-        state = await life.state.wait_for(may_enter, limit)
+        with life.waiting_outside():
+            state = await life.state.wait_for(may_enter, limit)
     except TimeoutError:
         raise _not_entered(life, pin) from None
-    finally:
-        life.waiting -= 1
     applied = state.applied
     assert applied is not None  # may_enter saw it, and nothing ran since
     return applied

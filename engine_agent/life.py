@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -82,6 +82,7 @@ class EngineLife:
         """What the canary that was put off last is to be compared with."""
         self.requests = Requests(engine, self._count, self._disagree)
         self.waiting = 0
+        """Requests outside the gate."""
         self.base = BaseKeeper(wanted=deltas)
         self._takes_streaming = streaming
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -195,7 +196,19 @@ class EngineLife:
 
     def _count(self) -> None:
         """Rides along with the next report; a report for each request would be too many."""
-        self.apply(events.RequestsCounted(len(self.requests), self.waiting))
+        live, places = len(self.requests), len(self.requests) if self.facts is None else self.facts.max_requests
+        self.apply(events.RequestsCounted(live, self.waiting + max(0, live - places)))
+
+    @contextmanager
+    def waiting_outside(self) -> Iterator[None]:
+        """One request more waits outside the gate while the block runs."""
+        self.waiting += 1
+        self._count()
+        try:
+            yield
+        finally:
+            self.waiting -= 1
+            self._count()
 
     def _disagree(self, cause: str) -> None:
         log.error("spans_disagree", cause=cause)

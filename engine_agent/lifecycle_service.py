@@ -96,7 +96,8 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         return lifecycle_pb2.FlushCacheResponse(status=status_of(life))
 
     async def GetStatus(self, request: lifecycle_pb2.GetStatusRequest, context: Any) -> lifecycle_pb2.GetStatusResponse:
-        return lifecycle_pb2.GetStatusResponse(status=status_of(self._of_run(request.run_id)))
+        life = self._of_run(request.run_id)
+        return lifecycle_pb2.GetStatusResponse(status=status_of(life), capabilities=sorted(life.core.capabilities))
 
     async def WatchStatus(
         self, request: lifecycle_pb2.WatchStatusRequest, context: Any

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import math
 import os
+import struct
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +36,14 @@ from controlplane.core.layout import (
     own_name,
 )
 from controlplane.core.names import device_uuid
+from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import (
     DRAFT,
     DRAFT_IS_A_MIXTURE,
+    PROCESSED_LOGPROBS,
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -51,6 +56,7 @@ from engine_agent.engine import (
 
 CANARY_PROMPT = (1, 2, 3, 4)
 CANARY_TOKENS = 4
+EXPERTS = 300
 _READ_BYTES = 1 << 20
 
 
@@ -82,6 +88,10 @@ class MemorySettings:
     seed: int = 0
     """Which weights it loads at its start, if it serves them; engines of one seed load the same."""
     device_uuids: tuple[str, ...] = ("MEM-0",)
+    expert_layers: int = 0
+    """Layers with experts, of which it says for each token which one it went to; 0: it says nothing of them."""
+    says_masks: bool = False
+    """It says what each token was drawn from: that token alone."""
 
 
 @dataclass
@@ -161,8 +171,14 @@ class MemoryEngine:
 
     def _capabilities(self) -> frozenset[str]:
         drafted = bool(self._settings.draft_tensors)
-        more = {SLEEP: self._settings.can_sleep, STREAMING: self._settings.can_stream and not drafted, DRAFT: drafted}
-        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
+        more = {
+            SLEEP: self._settings.can_sleep,
+            STREAMING: self._settings.can_stream and not drafted,
+            DRAFT: drafted,
+            ROUTED_EXPERTS: self._settings.expert_layers > 0,
+            SAMPLING_MASK: self._settings.says_masks,
+        }
+        return frozenset({"staged", "rollback", PROCESSED_LOGPROBS, *(name for name, able in more.items() if able)})
 
     async def generate(
         self, request_id: str, prompt_token_ids: Sequence[int], sampling: SamplingSettings
@@ -183,6 +199,8 @@ class MemoryEngine:
                     stop_reason=str(token) if stopped else "",
                     prompt_logprobs=self._scores(prompt_token_ids, sampling) if not position else (),
                     engine_spans=tuple(live.spans) if stopped or last else (),
+                    sampling_mask=((token,),) if self._settings.says_masks else (),
+                    routed_experts=self._routed(len(prompt_token_ids) + position) if stopped or last else None,
                 )
                 if stopped:
                     return
@@ -207,6 +225,13 @@ class MemoryEngine:
             self._stepping -= 1
             if not self._stepping:
                 self._still.set()
+
+    def _routed(self, tokens: int) -> RoutedExperts | None:
+        layers = self._settings.expert_layers
+        if not layers:
+            return None
+        experts = [expert_of(token, layer) for token in range(tokens) for layer in range(layers)]
+        return RoutedExperts(0, layers, 1, struct.pack(f"<{len(experts)}H", *experts))
 
     def _scores(self, prompt: Sequence[int], sampling: SamplingSettings) -> tuple[float, ...]:
         if not sampling.prompt_logprobs:
@@ -378,6 +403,11 @@ def token_of(weights: bytes, prompt: Sequence[int], position: int, vocab_size: i
     """The token that these weights make after this prompt at this position."""
     h = hashlib.sha256(weights + repr((tuple(prompt), position)).encode()).digest()
     return int.from_bytes(h[:4], "big") % vocab_size
+
+
+def expert_of(place: int, layer: int) -> int:
+    """The expert that the token at this place goes to, whatever it is."""
+    return (place + layer) % EXPERTS
 
 
 def score_of(weights: bytes, prompt: Sequence[int], position: int) -> float:

@@ -63,7 +63,7 @@ class _Request:
     """Of one version or of none: another one ends it."""
     ended: bool = False
     """Its last part is made: nothing follows."""
-    out: asyncio.Queue[Part | WeightplaneError] = field(default_factory=asyncio.Queue)
+    out: asyncio.Queue[Part | BaseException] = field(default_factory=asyncio.Queue)
     """Bounded by the request's max_tokens."""
     pump: asyncio.Task[None] | None = None
 
@@ -71,7 +71,7 @@ class _Request:
 class Parts:
     """The parts of one live request, as an iterator. Whoever has it comes to its end or closes it, which aborts it.
 
-    Iterating raises EngineDied, SpanMismatch, InvalidRequest.
+    Iterating raises EngineDied, SpanMismatch, InvalidRequest, and whatever else the engine raised.
     """
 
     def __init__(self, request: _Request, forget: Callable[[_Request], None]) -> None:
@@ -90,7 +90,7 @@ class Parts:
         except BaseException:
             await self.aclose()
             raise
-        if isinstance(item, WeightplaneError):
+        if isinstance(item, BaseException):
             await self.aclose()
             raise item
         if item.delta.finish_reason is not None:
@@ -147,6 +147,7 @@ class Requests:
         self._live[request_id] = request
         self._none.clear()
         request.pump = asyncio.create_task(self._pump(request, prompt, sampling))
+        request.pump.add_done_callback(lambda pump: _tell(request, pump))
         self._counted()
         return Parts(request, self._forget)
 
@@ -236,6 +237,13 @@ class Requests:
     def _finish(self, request: _Request, delta: GenerationDelta) -> None:
         request.ended = True
         request.out.put_nowait(Part(request.version, delta, tuple(request.spans)))
+
+
+def _tell(request: _Request, pump: asyncio.Task[None]) -> None:
+    """An error that nobody planned for is the reader's too: nobody waits for a pump that has ended."""
+    error = None if pump.cancelled() else pump.exception()
+    if error is not None:
+        request.out.put_nowait(error)
 
 
 def _extend(spans: list[Span], version: WeightVersion, start: int, end: int) -> None:

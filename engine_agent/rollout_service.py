@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
 from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
-from controlplane.rpc.codec import pin_from_proto, sampling_from_proto, version_to_proto
+from controlplane.rpc.codec import pin_from_proto, routed_to_proto, sampling_from_proto, version_to_proto
+from engine_agent.engine import GenerationDelta
 from engine_agent.entry import check_identity, check_request, check_scored, enter, wait_of
 from engine_agent.life import EngineLifeHolder
 from engine_agent.merging import merged
 from engine_agent.requests import VERSION_CHANGED, Part, Parts, Span
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
+ROUTED_PART_BYTES = 1 << 20
+"""Of routed experts in one message: 4,096 tokens of 48 layers with 8 experts each are 3 MiB."""
 _REASONS = {
     "stop": rollout_pb2.FINISH_REASON_STOP,
     "length": rollout_pb2.FINISH_REASON_LENGTH,
@@ -56,7 +59,8 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         ]
         async with aclosing(merged(runs)) as parts:
             async for index, part in parts:
-                yield _response(part, len(request.prompt_token_ids), index)
+                for response in _responses(part, len(request.prompt_token_ids), index):
+                    yield response
 
     async def Score(self, request: rollout_pb2.ScoreRequest, context: Any) -> rollout_pb2.ScoreResponse:
         life = self._holder.life
@@ -65,7 +69,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
             check_scored(life.facts, request.token_ids)
         pin = pin_from_proto(request.pin)
         version = await enter(life, pin, wait_of(request.wait if request.HasField("wait") else None))
-        sampling = SamplingSettings(max_tokens=1, temperature=0.0, prompt_logprobs=True, priority=request.priority)
+        sampling = SamplingSettings(max_tokens=1, top_k=1, prompt_logprobs=True, priority=request.priority)
         unique = _unique(request.request_id, "score")
         run = life.requests.run(unique, version, request.token_ids, sampling, request.request_id, exact=True)
         async with aclosing(run) as parts:
@@ -104,9 +108,37 @@ async def _scores(request_id: str, parts: Parts) -> tuple[float, ...]:
     return scores
 
 
+def _responses(part: Part, prompt_tokens: int, index: int) -> Iterator[rollout_pb2.GenerateResponse]:
+    """What is large goes in messages of its own, before the one that the part is."""
+    delta = part.delta
+    if delta.sampling_mask:  # of as many tokens as `top_k`, for each token: one a message
+        *first, last = _each_token(delta)
+        for one in first:
+            yield _response(replace(part, delta=one), prompt_tokens, index)
+        part = replace(part, delta=last)
+    for routed in [] if delta.routed_experts is None else delta.routed_experts.in_parts(ROUTED_PART_BYTES):
+        yield rollout_pb2.GenerateResponse(index=index, routed_experts=routed_to_proto(routed))
+    yield _response(part, prompt_tokens, index)
+
+
+def _each_token(delta: GenerationDelta) -> list[GenerationDelta]:
+    """One for each token; with the last one comes what is not of a token."""
+    last = len(delta.token_ids) - 1
+    return [
+        replace(
+            delta if i == last else GenerationDelta((), ()),
+            token_ids=delta.token_ids[i : i + 1],
+            logprobs=delta.logprobs[i : i + 1],
+            sampling_mask=delta.sampling_mask[i : i + 1],
+        )
+        for i in range(last + 1)
+    ]
+
+
 def _response(part: Part, prompt_tokens: int, index: int) -> rollout_pb2.GenerateResponse:
     delta = part.delta
     message = rollout_pb2.GenerateResponse(token_ids=delta.token_ids, logprobs=delta.logprobs, index=index)
+    message.sampling_masks.extend(rollout_pb2.SamplingMask(token_ids=mask) for mask in delta.sampling_mask)
     if delta.token_ids:
         message.version.CopyFrom(version_to_proto(part.version))
     if delta.finish_reason is not None:

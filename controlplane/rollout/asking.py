@@ -117,6 +117,8 @@ class Ask:
     def _full(self) -> Delta | None:
         """All tokens had come, only the word that it was the end had not."""
         self.assembly.begin_part()
+        if self.assembly.prompt_tokens is None:  # the next engine will count what came so far as prompt
+            self.assembly.prompt_tokens = len(self.prompt)
         if len(self.assembly.tokens) < self.sampling.max_tokens:
             return None
         ending = Ending("length", "", (), len(self.prompt), 0)
@@ -134,6 +136,7 @@ def prefixed(assembly: Assembly, prefix: Sample | None) -> Assembly:
     """Goes on from a sample that was cut; its tokens, logprobs and spans are the new one's too."""
     if prefix is not None:
         assembly.tokens, assembly.logprobs = list(prefix.tokens), list(prefix.logprobs)
-        assembly.spans = list(prefix.spans)
+        assembly.spans, assembly.sampling_masks = list(prefix.spans), list(prefix.sampling_masks)
+        assembly.begin_part()
         assembly.prompt_tokens, assembly.cached_prompt_tokens = prefix.prompt_tokens, prefix.cached_prompt_tokens
     return assembly

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from controlplane.core.errors import SpanMismatch
 from controlplane.core.pins import ANY, Pin
+from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.versions import EngineId, WeightVersion
 
 
@@ -44,6 +45,10 @@ class Delta:
     version: WeightVersion | None
     """None only when there are no tokens."""
     ending: Ending | None = None
+    sampling_masks: tuple[tuple[int, ...], ...] = ()
+    """One per token, from engines that say what they drew from."""
+    routed_experts: RoutedExperts | None = None
+    """The next part of them; before the ending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +65,11 @@ class Sample:
     engine_id: EngineId
     prompt_tokens: int
     cached_prompt_tokens: int
+    sampling_masks: tuple[tuple[int, ...], ...] = ()
+    """One per token: what it was drawn from. Empty unless every engine that made tokens says so."""
+    routed_experts: RoutedExperts | None = None
+    """Of the tokens of prompt and sample. None unless the engine says so, and for a sample of more than one part: what
+    an engine says of tokens that another one made is of its own weights."""
 
     def loss_mask(self, *versions: WeightVersion) -> tuple[bool, ...]:
         """One for each token: whether one of these versions made it."""
@@ -91,18 +101,24 @@ class Assembly:
     prompt_tokens: int | None = None
     """Of the first part: those of later parts have its tokens in their prompt."""
     cached_prompt_tokens: int = 0
+    sampling_masks: list[tuple[int, ...]] = field(default_factory=list)
+    routed_experts: RoutedExperts | None = None
+    _parts: int = 1
     _part: list[Span] = field(default_factory=list)
     _part_tokens: int = 0
 
     def begin_part(self) -> None:
         """Another engine goes on from the tokens so far: what it says of spans counts from here."""
         self._part, self._part_tokens, self.last = [], 0, None
+        self._parts, self.routed_experts = self._parts + 1, None
 
     def add(self, delta: Delta) -> None:
         """Take one delta; the last one of a part is judged against all of that part."""
         self.last = delta
         if delta.tokens:
             self._extend(delta)
+        if delta.routed_experts is not None:
+            self._route(delta.routed_experts)
         if delta.ending is None:
             return
         if tuple(self._part) != delta.ending.spans:
@@ -125,7 +141,15 @@ class Assembly:
             engine_id=self.last.engine_id,
             prompt_tokens=ending.prompt_tokens if self.prompt_tokens is None else self.prompt_tokens,
             cached_prompt_tokens=self.cached_prompt_tokens,
+            sampling_masks=tuple(self.sampling_masks) if len(self.sampling_masks) == len(self.tokens) else (),
+            routed_experts=self.routed_experts if self._parts == 1 else None,
         )
+
+    def _route(self, part: RoutedExperts) -> None:
+        try:
+            self.routed_experts = part if self.routed_experts is None else self.routed_experts.followed_by(part)
+        except ValueError as error:
+            raise self._mismatch("routed experts in order", str(error)) from error
 
     def _extend(self, delta: Delta) -> None:
         count = len(delta.tokens)
@@ -140,6 +164,7 @@ class Assembly:
         self._part_tokens += count
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
+        self.sampling_masks += delta.sampling_masks
 
     def _mismatch(self, ours: str, engines: str) -> SpanMismatch:
         return SpanMismatch(request_id=self.request_id, ours=ours, engines=engines)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controlplane.core.versions import EngineId, Incarnation, RunId
 from controlplane.rollout.routing import Route, Routes
 from controlplane.rollout.sample import Delta, Ending, Span
-from controlplane.rpc.codec import commit_from_proto, version_from_proto
+from controlplane.rpc.codec import commit_from_proto, routed_from_proto, version_from_proto
 from weightplane.v1 import fleet_pb2, rollout_pb2
 
 _FINISH = {
@@ -45,6 +45,8 @@ def delta_from_proto(engine_id: EngineId, response: rollout_pb2.GenerateResponse
         logprobs=tuple(response.logprobs),
         version=version_from_proto(response.version) if response.HasField("version") else None,
         ending=_ending(response.finish) if response.HasField("finish") else None,
+        sampling_masks=tuple(tuple(mask.token_ids) for mask in response.sampling_masks),
+        routed_experts=routed_from_proto(response.routed_experts) if response.HasField("routed_experts") else None,
     )
 
 

@@ -17,6 +17,7 @@ from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import MODEL_ONLY, DType, Layout, Target, TargetKind, TensorSpec, Tie
 from controlplane.core.pauses import DEFAULT_WAIT_SECONDS, PauseMode, PausePolicy
 from controlplane.core.pins import ANY, Pin
+from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, Term, WeightVersion
 from controlplane.stacks import Stacks
@@ -189,6 +190,16 @@ _OPTIONAL_SAMPLING = (
     "frequency_penalty",
     "repetition_penalty",
 )
+
+
+def routed_to_proto(routed: RoutedExperts) -> rollout_pb2.RoutedExperts:
+    return rollout_pb2.RoutedExperts(
+        first_token=routed.first_token, layers=routed.layers, top_k=routed.top_k, experts=routed.experts
+    )
+
+
+def routed_from_proto(message: rollout_pb2.RoutedExperts) -> RoutedExperts:
+    return RoutedExperts(message.first_token, message.layers, message.top_k, message.experts)
 
 
 def stacks_to_proto(processes: Iterable[Stacks]) -> lifecycle_pb2.DumpStacksResponse:

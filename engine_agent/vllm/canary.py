@@ -47,8 +47,10 @@ async def speak(
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    masks = llm.vllm_config.model_config.return_sampling_mask  # such an engine takes no temperature of 0
     params = SamplingParams(
-        temperature=0.0,
+        temperature=1.0 if masks else 0.0,
+        top_k=1 if masks else 0,
         max_tokens=decoded,
         ignore_eos=True,
         logprobs=0,

@@ -36,6 +36,9 @@ from controlplane.core.versions import FROZEN
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
     DRAFT,
+    PROCESSED_LOGPROBS,
+    ROUTED_EXPERTS,
+    SAMPLING_MASK,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -137,7 +140,7 @@ class VllmEngine:
             max_model_len=config.max_model_len,
             max_logprobs=config.max_logprobs,
             likeness=self._likeness(llm, len(workers)),
-            max_requests=llm.vllm_config.scheduler_config.max_num_seqs,
+            max_requests=llm.vllm_config.scheduler_config.max_num_seqs * core.cores,
             expected=expected,
             capabilities=self._capabilities(llm) | ({DRAFT} if drafted is not None else set()),
             pids=tuple(p.pid for p in self._processes),
@@ -353,8 +356,16 @@ class VllmEngine:
 
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
         alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
-        invariant = bool(vllm.envs.VLLM_BATCH_INVARIANT)
-        more = {"prefix_cache": cached, STREAMING: alone, BATCH_INVARIANT: invariant, SLEEP: can_sleep(llm)}
+        model, aux = llm.vllm_config.model_config, llm.vllm_config.aux_output_config
+        more = {
+            "prefix_cache": cached,
+            STREAMING: alone,
+            BATCH_INVARIANT: bool(vllm.envs.VLLM_BATCH_INVARIANT),
+            SLEEP: can_sleep(llm),
+            PROCESSED_LOGPROBS: model.logprobs_mode == PROCESSED_LOGPROBS,
+            ROUTED_EXPERTS: bool(aux.enable_return_routed_experts),
+            SAMPLING_MASK: bool(model.return_sampling_mask),
+        }
         return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from controlplane.core.errors import EngineDied, InvalidRequest
+from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.vllm.calls import Core, is_death
@@ -53,13 +54,15 @@ class OutputTap:
 class Stream:
     """One live request."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_routed: int = 0) -> None:
         self.count = 0
         """Tokens that the consumer has been given."""
         self.collector: Any = None
         """vLLM's hand-over object; None while the request is on its way into the engine."""
         self.scored = False
         """The prompt's logprobs were handed on."""
+        self.first_routed = first_routed
+        """The first token whose experts were asked for."""
 
     @property
     def drained(self) -> bool:
@@ -98,7 +101,7 @@ class Streams:
         if request_id in self._live:
             raise InvalidRequest("request_id", f"{request_id} is running")
         core.raise_if_dead()
-        stream = self._live[request_id] = Stream()
+        stream = self._live[request_id] = Stream(int(sampling.extra.get("routed_experts_prompt_start", 0)))
         finished = False
         try:
             stream.collector = await _admit(core, request_id, prompt, sampling, salt)
@@ -125,7 +128,7 @@ async def _admit(core: Core, request_id: str, prompt: Sequence[int], sampling: S
             sampling_params(sampling),
             priority=sampling.priority,
         )
-    except VLLMClientError as e:
+    except (VLLMClientError, ValueError) as e:  # some of its checks of a request raise plain ValueErrors
         raise InvalidRequest("request", str(e)) from e
     except Exception as e:
         if is_death(e):
@@ -158,7 +161,24 @@ def _delta(output: Any, stream: Stream) -> GenerationDelta:
         cached_prompt_tokens=output.num_cached_tokens or 0,
         prompt_logprobs=scores,
         engine_spans=spans,
+        sampling_mask=_masks(choice),
+        routed_experts=_routed(output, stream.count + len(choice.token_ids), stream.first_routed),
     )
+
+
+def _masks(choice: Any) -> tuple[tuple[int, ...], ...]:
+    """One for each token of the delta, or none."""
+    masks = () if choice.sampling_mask is None else choice.sampling_mask.token_ids
+    return tuple(map(tuple, masks)) if len(masks) == len(choice.token_ids) else ()
+
+
+def _routed(output: Any, sampled: int, first: int) -> RoutedExperts | None:
+    """What vLLM gives for every token but the sample's last. None where it gives more or less: nobody could tell whose
+    is whose."""
+    rows = output.outputs[0].routed_experts
+    if rows is None or len(rows) != len(output.prompt_token_ids) + sampled - 1 - first:
+        return None
+    return RoutedExperts(first, rows.shape[1], rows.shape[2], rows.astype("<u2").tobytes())
 
 
 def _scores(output: Any, stream: Stream) -> tuple[float, ...]:

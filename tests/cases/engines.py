@@ -95,6 +95,10 @@ class HandledEngine(MemoryEngine):
         """What somebody else wrote into the engine: no word of ours."""
         self._label = label
 
+    def die(self, cause: str) -> None:
+        """From its next step on it is gone."""
+        self._death = cause
+
     @property
     def makes_tokens(self) -> bool:
         """Its scheduler runs."""

@@ -11,16 +11,23 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
+import grpc
 import pytest
 import pytest_asyncio
 
+from controlplane.core.errors import DeadlineExceeded, VersionChanged
+from controlplane.core.sampling import SamplingSettings
+from controlplane.rollout.sample import Scores
+from controlplane.rpc.errors import from_rpc_error
+from tests.support.eventually import eventually
 from tests.support.faulty_worker import CLASS, FAULTS, FILE_VARIABLE
 from tests.support.hf_models import VOCAB, save_random
-from tests.support.real_rig import COUNT, LENGTH, Rig, Said, made_by, real_rig, thirty_two, watch
+from tests.support.local_fleet import RUN
+from tests.support.real_rig import COUNT, LENGTH, PROMPT, RUNNING, Rig, Said, made_by, real_rig, thirty_two, watch
 from tests.support.reference import Reference
 from tests.support.tiny_rank import EMBEDDING_NAME
 from tests.support.told_rank import Order, weights
-from weightplane.v1 import engine_pb2
+from weightplane.v1 import engine_pb2, rollout_pb2, rollout_pb2_grpc
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -178,3 +185,106 @@ async def test_P1_a_failure_after_some_tensors_poisons_and_shuts_and_the_next_pu
     assert (await rig.fleet.engine("e0")).status.refused.reason == "INSTALL_FAILED"
     assert number == before + 2
     assert await rig.says() == (rig.truth(Order(82)), [(number, 0, COUNT)])
+
+
+# ---- scores, and what becomes of requests that nobody waits for ----------------------------------
+
+TEXT = [1 + (7 * i) % (VOCAB - 1) for i in range(400)]
+
+
+async def rollout_stub(rig: Rig) -> Any:
+    return rollout_pb2_grpc.RolloutStub(rig.fleet.channel((await rig.fleet.engine("e0")).endpoint))
+
+
+def right(rig: Rig, order: Order, text: Sequence[int], logprobs: Sequence[float]) -> bool:
+    """Entry by entry what transformers says of the weights; each token but the first has one."""
+    return list(logprobs) == pytest.approx(Reference(rig.written(order)).score({}, text[:1], text[1:]), abs=TOLERANCE)
+
+
+async def test_a_score_under_load_has_transformers_number_for_each_token_but_the_first(rig: Rig) -> None:
+    number, client = await rig.pushed(Order(91)), await rig.rollouts()
+    texts = [TEXT[:2], TEXT[:33], TEXT]
+    async with thirty_two(rig):
+        found = [await client.score(text) for text in texts]
+    for text, scores in zip(texts, found, strict=True):
+        assert (scores.version.number, len(scores.logprobs), scores.logprobs[0]) == (number, len(text), None)
+        assert right(rig, Order(91), text, [p for p in scores.logprobs if p is not None])
+    assert not right(rig, Order(92), TEXT, [p for p in found[-1].logprobs if p is not None]), "any weights would do"
+
+
+async def test_a_score_that_an_install_comes_into_is_refused_and_asked_again_by_the_client(rig: Rig) -> None:
+    by = {await rig.pushed(Order(93)): Order(93)}
+    stub, client, over = await rollout_stub(rig), await rig.rollouts(), asyncio.Event()
+    request = rollout_pb2.ScoreRequest(run_id=RUN, model="policy", token_ids=TEXT)
+    answers: list[rollout_pb2.ScoreResponse] = []
+    cut: list[grpc.aio.AioRpcError] = []
+    asked_again: list[Scores] = []
+
+    async def by_hand() -> None:
+        while not over.is_set():
+            try:
+                answers.append(await stub.Score(request, timeout=60))
+            except grpc.aio.AioRpcError as error:
+                cut.append(error)
+
+    async def by_client() -> None:
+        while not over.is_set():
+            asked_again.append(await client.score(TEXT))
+
+    async with asyncio.TaskGroup() as group:
+        for work in [by_hand] * 16 + [by_client] * 16:
+            group.create_task(work())
+        await eventually(lambda: len(answers) > 16, within=60)
+        by[await rig.pushed(Order(94))] = Order(94)
+        over.set()
+    assert cut
+    assert {error.code() for error in cut} == {grpc.StatusCode.ABORTED}
+    assert {type(from_rpc_error(error)) for error in cut} == {VersionChanged}
+    said = [(a.version.number, tuple(a.logprobs)) for a in answers]
+    said += [(s.version.number, tuple(p for p in s.logprobs if p is not None)) for s in asked_again]
+    assert {number for number, _ in said} == set(by)
+    assert all(right(rig, by[number], TEXT, logprobs) for number, logprobs in said[:2] + said[-2:])
+
+
+def long(max_tokens: int) -> rollout_pb2.GenerateRequest:
+    sampling = rollout_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    return rollout_pb2.GenerateRequest(run_id=RUN, model="policy", prompt_token_ids=PROMPT, sampling=sampling)
+
+
+async def test_R4_a_client_that_goes_away_or_is_out_of_time_leaves_nothing_running_in_vllm(rig: Rig) -> None:
+    """vLLM refuses to forget its prefixes while a request holds any: that is its own word."""
+    await rig.pushed(Order(95))
+    stub, client = await rollout_stub(rig), await rig.rollouts()
+    calls = [stub.Generate(long(500), timeout=120) for _ in range(8)]
+    await asyncio.gather(*(call.read() for call in calls))
+    assert not await rig.llms[-1].reset_prefix_cache()
+    with pytest.raises(DeadlineExceeded):
+        await client.generate(PROMPT, SamplingSettings(max_tokens=500, ignore_eos=True), deadline_seconds=0.5)
+    assert (await rig.fleet.status("e0")).live_requests >= len(calls), "they ended by themselves: nothing was tried"
+    for call in calls:
+        call.cancel()
+    await eventually(lambda: live(rig, 0, 0), within=5)
+    await eventually(rig.llms[-1].reset_prefix_cache, within=5)
+
+
+async def live(rig: Rig, requests: int, waiting: int) -> bool:
+    status = await rig.fleet.status("e0")
+    return (status.live_requests, status.waiting_requests) == (requests, waiting)
+
+
+async def test_requests_that_find_no_place_in_vllms_batch_are_counted_as_waiting(rig: Rig) -> None:
+    await rig.pushed(Order(96))
+    stub, more, begun = await rollout_stub(rig), 7, set()
+
+    async def follow(i: int) -> None:
+        async for _ in stub.Generate(long(300), timeout=120):
+            begun.add(i)
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(follow(i)) for i in range(RUNNING + 1 + more)]
+        await eventually(lambda: live(rig, len(tasks), more))
+        await eventually(lambda: len(begun) == len(tasks) - more)
+        assert await live(rig, len(tasks), more)
+        for task in tasks:
+            task.cancel()
+    await eventually(lambda: live(rig, 0, 0))

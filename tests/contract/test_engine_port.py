@@ -16,7 +16,14 @@ from controlplane.core.engine_core import SLEEP
 from controlplane.core.errors import InstallFailed, UnsupportedByEngine
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.engine import Engine, EngineFacts, GenerationDelta, StagedPart, StagedWeights
+from engine_agent.engine import (
+    PROCESSED_LOGPROBS,
+    Engine,
+    EngineFacts,
+    GenerationDelta,
+    StagedPart,
+    StagedWeights,
+)
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from tests.support.eventually import eventually
 from tests.support.staging import stage
@@ -100,7 +107,7 @@ async def until(deltas: list[GenerationDelta], count: int) -> None:
 async def test_facts_say_what_an_update_must_cover(rig: Rig) -> None:
     assert set(rig.facts.expected.shapes) - rig.facts.expected.optional == set(rig.states[0])
     assert len(rig.facts.device_uuids) == rig.facts.world_size
-    assert "staged" in rig.facts.capabilities
+    assert rig.facts.capabilities >= {"staged", PROCESSED_LOGPROBS}
 
 
 async def test_what_is_installed_is_what_speaks_and_it_speaks_the_same_again(rig: Rig) -> None:

@@ -124,11 +124,21 @@ class Attempt:
 
     def export(self) -> None:
         """The leader announces its one chunk and its end."""
-        place = layout_pb2.SharedMemoryRange(segment="weightplane-s", host_id="h", offset=0, byte_count=64)
-        chunk = rank_pb2.SendChunk(index=0, buffers=[layout_pb2.BufferHandle(shared_memory=place)])
-        chunk.records.add(tensor=0, tensor_offset=0, buffer_offset=0, byte_count=4, checksum=b"checksum")
-        self.chunks.add(chunk)
+        self.announce(0)
         self.chunks.finish(rank_pb2.PushEnd(chunk_count=1, byte_count=4, content_digest=b"c" * 32))
+
+    def announce(self, index: int, records: int = 1) -> None:
+        place = layout_pb2.SharedMemoryRange(segment="weightplane-s", host_id="h", offset=0, byte_count=64)
+        chunk = rank_pb2.SendChunk(index=index, buffers=[layout_pb2.BufferHandle(shared_memory=place)])
+        for _ in range(records):
+            chunk.records.add(tensor=0, tensor_offset=0, buffer_offset=0, byte_count=4, checksum=b"checksum")
+        self.chunks.add(chunk)
+
+    async def stalls(self) -> bool:
+        """It has sent something, and now the connection takes no more."""
+        before = self.stream.sent_bytes
+        await asyncio.sleep(0.2)
+        return 0 < self.stream.sent_bytes == before
 
     async def phase(self, phase: fleet_pb2.UpdatePhase.ValueType) -> None:
         await self.watch.take(fleet_pb2.UpdateState(update_id="u", phase=phase))
@@ -206,6 +216,36 @@ async def test_an_abort_in_mid_stream_carries_its_reason_and_no_commit() -> None
         end = await running.end()
         assert end.memory_free
         assert agent.abort_reasons == ["rank 1 went away"]
+
+
+CHUNKS = 100
+"""Of 4096 records each: more than a connection takes while nobody reads."""
+
+
+async def test_inv12_an_abort_that_meets_a_write_still_carries_its_reason_and_is_confirmed() -> None:
+    """The agent reads on only after the abort: the chunk's write is under way when it comes."""
+    read_on = asyncio.Event()
+
+    async def slow(_agent: FakeAgent, frames: AsyncIterator[Any]) -> AsyncIterator[Response]:
+        await _until(frames, "open")
+        yield ACCEPTED
+        await _until(frames, "layout_part")
+        await read_on.wait()
+        await _until(frames, "commit")
+
+    agent = FakeAgent(slow)
+    async with attempt(agent) as running:
+        await eventually(lambda: bool(agent.frames) and "layout_part" in agent.frames[0])
+        for index in range(CHUNKS):
+            running.announce(index, records=4096)
+        await eventually(running.stalls)
+        running.stream.abort("rank 1 went away")
+        asyncio.get_running_loop().call_later(0.2, read_on.set)
+        end = await running.end()
+        assert 1 <= agent.frames[0].count("chunk") < CHUNKS
+        assert agent.abort_reasons == ["rank 1 went away"]
+        assert isinstance(end.error, e.UpdateAborted)
+        assert end.memory_free
 
 
 @pytest.mark.parametrize("after", ["open", "chunk"])

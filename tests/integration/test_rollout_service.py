@@ -11,13 +11,16 @@ import grpc
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core.sampling import SamplingSettings
+from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.memory_engine import score_of
+from engine_agent import rollout_service
+from engine_agent.memory_engine import expert_of, score_of
 from tests.cases.engines import Hands, lay_hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, Weights
-from weightplane.v1 import fleet_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2
+from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
 PROMPT = [1, 2, 3, 4]
 
@@ -103,6 +106,96 @@ async def test_a_deadline_reaches_the_engine(fleet: CaseFleet, hands: Hands) -> 
     with pytest.raises(e.WeightplaneError):
         await collect((await stub(fleet)).Generate(ask(4000), timeout=0.2))
     await eventually(lambda: runs(fleet, 0))
+
+
+async def counts(fleet: CaseFleet, live: int, waiting: int) -> bool:
+    """As its agent says, and as the coordinator heard it."""
+    said = await fleet.status("e0"), (await fleet.engine("e0")).status
+    return {(status.live_requests, status.waiting_requests) for status in said} == {(live, waiting)}
+
+
+async def test_requests_that_wait_outside_the_gate_are_counted_until_they_enter_or_go_away(
+    fleet: CaseFleet, hands: Hands
+) -> None:
+    hands["e0"].limit_samples(0)
+    waiting = ask(2)
+    waiting.wait.FromSeconds(20)
+    calls = [(await stub(fleet)).Generate(waiting, timeout=20) for _ in range(3)]
+    answers = [asyncio.ensure_future(collect(call)) for call in calls]
+    await eventually(lambda: counts(fleet, live=0, waiting=3))
+    calls[0].cancel()
+    await eventually(lambda: counts(fleet, live=0, waiting=2))
+    await fleet.deliver(Weights())
+    await eventually(lambda: counts(fleet, live=2, waiting=0))
+    hands["e0"].limit_samples(None)
+    await asyncio.gather(*answers, return_exceptions=True)
+    await eventually(lambda: counts(fleet, live=0, waiting=0))
+
+
+async def test_an_engine_that_raises_what_nobody_planned_for_keeps_no_caller_waiting(
+    fleet: CaseFleet, hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await fleet.deliver(Weights())
+
+    async def broken(*_: Any) -> int:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(type(hands["e0"].engine), "_step", broken)
+    with pytest.raises(e.WeightplaneError, match="INTERNAL: internal error"):
+        await collect((await stub(fleet)).Generate(ask(2), timeout=10))
+    await eventually(lambda: counts(fleet, live=0, waiting=0))
+
+
+async def test_requests_beyond_the_engines_places_count_as_waiting(tmp_path: Path, hands: Hands) -> None:
+    async with case_fleet(tmp_path, memory={"max_requests": 2}) as fleet:
+        await fleet.deliver(Weights())
+        hands["e0"].limit_samples(0)
+        answers = [asyncio.ensure_future(collect((await stub(fleet)).Generate(ask(2), timeout=20))) for _ in range(5)]
+        await eventually(lambda: counts(fleet, live=5, waiting=3))
+        hands["e0"].limit_samples(None)
+        await asyncio.gather(*answers)
+        await eventually(lambda: counts(fleet, live=0, waiting=0))
+
+
+SAYS_MORE = {"expert_layers": 3, "says_masks": True}
+
+
+async def test_samples_come_with_experts_and_masks_from_engines_that_say_them_and_engines_say_that_they_do(
+    tmp_path: Path, hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout_service, "ROUTED_PART_BYTES", 64)
+    async with case_fleet(tmp_path, memory=SAYS_MORE) as fleet, RolloutClient(fleet.address, run_id=RUN) as rollouts:
+        await fleet.deliver(Weights())
+        sample = await rollouts.generate(PROMPT, SamplingSettings(max_tokens=30))
+        assert sample.sampling_masks == tuple((token,) for token in sample.tokens)
+        routed = sample.routed_experts
+        assert routed is not None
+        assert (routed.first_token, routed.tokens) == (0, len(PROMPT) + 29)
+        for place in range(routed.tokens):
+            assert routed.of(place) == tuple((expert_of(place, layer),) for layer in range(3))
+        says = {"processed_logprobs", "routed_experts", "sampling_mask"}
+        assert set((await fleet.engine("e0")).capabilities) >= says
+        assert set((await get_status(fleet)).capabilities) >= says
+
+
+async def get_status(fleet: CaseFleet) -> lifecycle_pb2.GetStatusResponse:
+    channel = fleet.channel((await fleet.engine("e0")).endpoint)
+    asked = lifecycle_pb2.GetStatusRequest(run_id=RUN)
+    answer = await lifecycle_pb2_grpc.LifecycleStub(channel).GetStatus(asked, timeout=5)
+    assert isinstance(answer, lifecycle_pb2.GetStatusResponse)
+    return answer
+
+
+async def test_an_engine_that_says_neither_leaves_both_out_and_its_logprobs_are_of_what_was_drawn_from(
+    fleet: CaseFleet, hands: Hands
+) -> None:
+    await fleet.deliver(Weights())
+    async with RolloutClient(fleet.address, run_id=RUN) as rollouts:
+        sample = await rollouts.generate(PROMPT, SamplingSettings(max_tokens=3))
+    assert (sample.sampling_masks, sample.routed_experts) == ((), None)
+    said = set((await get_status(fleet)).capabilities)
+    assert "processed_logprobs" in said
+    assert not said & {"routed_experts", "sampling_mask"}
 
 
 async def test_a_pin_of_lag_is_judged_in_commits_and_not_in_numbers(fleet: CaseFleet, hands: Hands) -> None:

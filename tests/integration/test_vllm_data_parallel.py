@@ -107,6 +107,7 @@ async def test_the_inventory_has_the_workers_of_every_core(rig: Rig) -> None:
     assert rig.facts.world_size == CORES
     assert len(set(rig.facts.device_uuids)) == CORES
     assert len(rig.facts.pids) == 2 * CORES
+    assert rig.facts.max_requests == (8 + 1) * CORES
 
 
 async def test_each_of_three_updates_is_spoken_exactly_by_both_cores(rig: Rig) -> None:

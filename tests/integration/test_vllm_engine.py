@@ -397,7 +397,7 @@ async def test_facts_say_what_an_update_must_cover(rig: Rig) -> None:
     rig.facts.expected.check(layout_of(rig.state))
     assert rig.facts.world_size == len(rig.facts.device_uuids) == 1
     assert (rig.facts.vocab_size, rig.facts.max_model_len) == (256, 256)
-    assert rig.facts.capabilities == {"staged", "streaming", "rollback", "prefix_cache"}
+    assert rig.facts.capabilities == {"staged", "streaming", "rollback", "prefix_cache", "processed_logprobs"}
     assert len(rig.facts.pids) == 2
 
 

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Assembly, Sample, Span
 from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.vllm.launch import launch
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
@@ -52,14 +53,12 @@ class Rig:
     model: Path
     work: Path
     stack: AsyncExitStack
+    llms: list[Any]
+    """vLLM's own object, of each life."""
 
     async def push(self, order: Order) -> dict[str, Any]:
         """How it ended, in the rank's words."""
-        ended = len(self.ends)
-        assert self.rank.process.stdin is not None
-        self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        await eventually(lambda: len(self.ends) > ended, within=90)
-        return self.ends[-1]
+        return await self.rank.tell(order)
 
     async def rollouts(self) -> RolloutClient:
         return await self.stack.enter_async_context(RolloutClient(self.fleet.address, run_id=RUN))
@@ -129,6 +128,13 @@ async def real_rig(
         extended = {"worker_extension_cls": worker}
         arguments = lambda settings, **how: engine_arguments(settings, **how) | extended  # noqa: E731
         patch.setattr("engine_agent.vllm.launch.engine_arguments", arguments)
+        llms: list[Any] = []
+
+        async def noted(*where: Any) -> Any:
+            llms.append(await launch(*where))
+            return llms[-1]
+
+        patch.setattr("engine_agent.vllm.engine.launch", noted)
         (work / "failpoints").mkdir()
         for name, value in {**environment, DIRECTORY_VARIABLE: str(work / "failpoints")}.items():
             patch.setenv(name, value)
@@ -139,7 +145,7 @@ async def real_rig(
             rank = await _rank(trainer, model)
             await eventually(lambda: _knows(fleet, names), within=START_SECONDS)
             async with AsyncExitStack() as stack:
-                yield Rig(fleet, rank, model, work, stack)
+                yield Rig(fleet, rank, model, work, stack, llms)
     finally:
         await fleet.close()
         patch.undo()

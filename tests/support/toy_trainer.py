@@ -61,6 +61,18 @@ class RankProcess:
     def said(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["event"] == event]
 
+    async def tell(self, order: Any, within: float = 90.0) -> dict[str, Any]:
+        """Tell a `told_rank` what to push; how that ended, in its words."""
+
+        def ends() -> list[dict[str, Any]]:
+            return [line for line in self.lines if line["event"] in ("pushed", "failed")]
+
+        before = len(ends())
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
+        await eventually(lambda: len(ends()) > before, within=within)
+        return ends()[-1]
+
     async def code(self, within: float = 60.0) -> int:
         """Its exit code; waits for it."""
         code = await asyncio.wait_for(self.process.wait(), within)

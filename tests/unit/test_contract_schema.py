@@ -83,7 +83,8 @@ def test_inv2_the_check_would_see_a_version_in_a_lifecycle_request() -> None:
 
 
 def test_s1_no_message_of_the_contract_has_room_for_a_pickle() -> None:
-    """Bytes are digests, checksums, raw tensor bytes and CUDA's handles; a new one must be added here on purpose."""
+    """Bytes are digests, checksums, raw tensor bytes, experts' numbers and CUDA's handles; a new one must be added here
+    on purpose."""
     known = {
         "BufferHandle.inline",
         "CudaIpcRange.memory_handle",
@@ -100,6 +101,7 @@ def test_s1_no_message_of_the_contract_has_room_for_a_pickle() -> None:
         "Checkpoint.content_digest",
         "Checkpoint.layout_digest",
         "UpdateState.content_digest",
+        "RoutedExperts.experts",
     }
     found = {
         f"{message.name}.{field.name}"

@@ -222,7 +222,7 @@ async def test_the_weights_memory_alone_does_not_bring_back_an_engine_that_died_
     for kv in (False, True):
         with pytest.raises(EngineNotReady):
             await life.wake(events.WakeRequested("trainer:t", kv))
-        assert life.devices_free.is_set() is kv
+        assert life.lent.free.is_set() is kv
 
 
 async def test_a_sleep_that_was_asked_for_while_it_woke_leaves_the_devices_free(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ def engines() -> operator_pb2.FleetView:
     )
     serving = engine("engine-0", "serving", applied=version(2, 7), gate_open=True, refused=refused)
     serving.group, serving.unit = "decode", "pair-0"
+    serving.capabilities.extend(["processed_logprobs", "staged"])
     serving.desired.CopyFrom(version(2, 7))
     serving.conditions.extend(
         [

@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from controlplane.core.errors import InvalidRequest
+from controlplane.core.sampling import SamplingSettings
+from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, canary_prompt
-from engine_agent.vllm.streams import OutputTap
+from engine_agent.vllm.streams import OutputTap, Streams
 
 
 class FakeCore:
@@ -70,6 +73,24 @@ async def test_a_handler_that_ended_is_not_idle() -> None:
     llm.output_handler.cancel()
     await step()
     assert not tap.idle
+
+
+class RefusingLlm:
+    """Some of vLLM's checks of a request raise a plain ValueError."""
+
+    errored = False
+
+    async def add_request(self, *_: Any, **__: Any) -> None:
+        raise ValueError("sampling distribution replay requires top_k > 0")
+
+
+async def test_what_vllm_will_not_take_is_the_requests_fault_and_nobody_waits_for_it() -> None:
+    core = Core(RefusingLlm(), "e0", None, lambda _: None)  # type: ignore[arg-type]  # no log is needed
+    streams = Streams()
+    with pytest.raises(InvalidRequest, match="top_k > 0"):
+        await anext(streams.run(core, "r", [1], SamplingSettings(max_tokens=1), ""))
+    assert len(streams) == 0
+    core.close()
 
 
 @pytest.mark.parametrize(("vocab_size", "max_model_len"), [(256, 256), (151936, 32768), (8, 6), (2, 512)])

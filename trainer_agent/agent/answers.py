@@ -58,13 +58,30 @@ async def expect(frames: Frames, kind: str) -> weight_update_pb2.UpdateWeightsRe
     return frame
 
 
-async def say_abort(call: Call, version: version_pb2.WeightVersion, reason: str) -> None:
-    """The abort frame, and then the agent's confirmation, both within limits."""
-    frame = weight_update_pb2.Abort(version=version, reason=reason[:MAX_REASON_LENGTH])
-    with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
-        async with asyncio.timeout(ABORT_SECONDS):
-            await call.write(Request(abort=frame))
-            await call.done_writing()
+class Outgoing:
+    """Frames to the agent. Who gives up waiting for a write leaves it to its end: gRPC ends a call whose write is
+    cancelled, and the word that was to follow would be lost."""
+
+    def __init__(self, call: Call) -> None:
+        self._call = call
+        self._writing: asyncio.Future[None] | None = None
+
+    async def write(self, frame: Request) -> None:
+        self._writing = asyncio.ensure_future(self._call.write(frame))
+        self._writing.add_done_callback(
+            lambda write: write.cancelled() or write.exception()
+        )  # taken, if nobody else does
+        await asyncio.shield(self._writing)
+
+    async def say_abort(self, version: version_pb2.WeightVersion, reason: str) -> None:
+        """The abort frame, once the write under way has ended; within a limit, for an agent may read nothing more."""
+        frame = weight_update_pb2.Abort(version=version, reason=reason[:MAX_REASON_LENGTH])
+        with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError):
+            async with asyncio.timeout(ABORT_SECONDS):
+                if self._writing is not None:
+                    await asyncio.wait({self._writing})
+                await self._call.write(Request(abort=frame))
+                await self._call.done_writing()
 
 
 def typed(error: BaseException | None) -> WeightplaneError:

@@ -27,13 +27,12 @@ from controlplane.rpc.errors import RemoteError
 from trainer_agent.agent.answers import (
     ABORT_SECONDS,
     MAX_HEARD,
-    Call,
     Frames,
+    Outgoing,
     Request,
     accepted_frame,
     expect,
     hear_all,
-    say_abort,
     typed,
 )
 from trainer_agent.agent.chunk_log import ChunkLog
@@ -193,8 +192,8 @@ class EngineStream:
         frames: Frames = asyncio.Queue(MAX_HEARD)
         self._opened = self._handed = False
         self._sent = self.sent_bytes = 0
-        hear = asyncio.create_task(hear_all(call, frames))
-        work = asyncio.create_task(self._work(call, frames))
+        hear, out = asyncio.create_task(hear_all(call, frames)), Outgoing(call)
+        work = asyncio.create_task(self._work(out, frames))
         abort = asyncio.create_task(self._abort.wait())
         tasks = {hear, work, abort}
         try:
@@ -203,21 +202,21 @@ class EngineStream:
                 # The stream ended well: what it said last is still to be read.
                 await asyncio.wait({work, abort}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done() or work.exception() is not None:
-                raise await self._why(call, hear, work)
+                raise await self._why(out, hear, work)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             call.cancel()
 
-    async def _why(self, call: Call, hear: asyncio.Task[None], work: asyncio.Task[None]) -> WeightplaneError:
+    async def _why(self, out: Outgoing, hear: asyncio.Task[None], work: asyncio.Task[None]) -> WeightplaneError:
         """What ended the attempt, the engine agent's own word first; gives the stream up if it is still open."""
         ours = work.exception() if work.done() else None
         if not hear.done() and not self._commit_sent:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
             if self._opened:
-                await say_abort(call, self._cargo.open.version, self._abort_reason or str(ours))
+                await out.say_abort(self._cargo.open.version, self._abort_reason or str(ours))
                 await asyncio.wait({hear}, timeout=ABORT_SECONDS)
         told = hear.exception() if hear.done() else None
         error = typed(told or ours)
@@ -228,9 +227,9 @@ class EngineStream:
             return UpdateAborted(update_id=self._cargo.open.update_id, cause=self._abort_reason)
         return error
 
-    async def _work(self, call: Call, frames: Frames) -> None:
+    async def _work(self, out: Outgoing, frames: Frames) -> None:
         failpoints.hit("trainer.before_open")
-        await call.write(Request(open=await self._open()))
+        await out.write(Request(open=await self._open()))
         self._opened = True
         accepted = await accepted_frame(frames, self.way.accept_seconds)
         self.accepted = True
@@ -238,17 +237,17 @@ class EngineStream:
         if not accepted.attached:
             self._untold = False  # one attempt at a time: the agent let go of what earlier ones handed it
             if accepted.layout_needed:
-                await self._send_layout(call)
+                await self._send_layout(out)
             if self.streaming:
                 await self._await_go(frames)
-                await self._send_chunks(call)
+                await self._send_chunks(out)
             else:
-                await self._send_chunks(call)
+                await self._send_chunks(out)
                 await self._await_go(frames)
             self._received = True
             failpoints.hit("trainer.before_commit")
             self._commit_sent = True
-            await call.write(Request(commit=self._commit()))
+            await out.write(Request(commit=self._commit()))
             failpoints.hit("trainer.after_commit")
         self._commit_sent = True
         await expect(frames, "applied")
@@ -269,14 +268,14 @@ class EngineStream:
         await self.way.prepare(frame)
         return frame
 
-    async def _send_layout(self, call: Call) -> None:
+    async def _send_layout(self, out: Outgoing) -> None:
         for part in self._cargo.layout_parts:
             bound = weight_update_pb2.LayoutPart()
             bound.CopyFrom(part)
             bound.version.CopyFrom(self._cargo.open.version)
-            await call.write(Request(layout_part=bound))
+            await out.write(Request(layout_part=bound))
 
-    async def _send_chunks(self, call: Call) -> None:
+    async def _send_chunks(self, out: Outgoing) -> None:
         """Flow control is gRPC's: a write waits until the agent reads."""
         self._sent = self.sent_bytes = 0
         index = 0
@@ -290,7 +289,7 @@ class EngineStream:
                     last=self.delta and not chunk.records,
                 )
                 self._handed = self.way.hands_out
-                await call.write(Request(chunk=frame))
+                await out.write(Request(chunk=frame))
                 self._sent += 1
                 self.sent_bytes += sum(r.byte_count for r in records)
                 failpoints.hit("trainer.between_chunks", self._sent)

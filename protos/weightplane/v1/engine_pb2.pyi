@@ -460,9 +460,9 @@ class EngineStatus(_message.Message):
     gate_open: _builtins.bool
     """Whether tokens may leave: applied is served and nobody holds the gate. Computed, never commanded."""
     live_requests: _builtins.int
-    """Requests in the engine."""
+    """Requests in the engine, those among them that wait for a place too."""
     waiting_requests: _builtins.int
-    """Requests that wait outside the gate."""
+    """Requests that wait: outside the gate, and in the engine for a place in its batch."""
     word: _builtins.str
     """One word for people, derived from the rest: starting, empty, receiving, installing, serving, ready, held,
     draining, asleep, poisoned, stopping, dead.

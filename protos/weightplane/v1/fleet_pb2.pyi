@@ -166,9 +166,10 @@ class EngineHello(_message.Message):
 
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What it can do: staged, streaming, rollback, sleep, prefix_cache, batch_invariant, draft, delta, checkpoint; and the format
-        of weights that it takes, format:plain or another. What is not among them is refused with UNSUPPORTED_BY_ENGINE or
-        FORMAT_MISMATCH, before anything is touched.
+        """What it can do: staged, streaming, rollback, sleep, prefix_cache, batch_invariant, draft, delta, checkpoint; the format of
+        weights that it takes, format:plain or another; and what its samples come with: processed_logprobs (of the distribution
+        that was drawn from; every engine of this contract), routed_experts, sampling_mask. What is not among them is refused
+        with UNSUPPORTED_BY_ENGINE or FORMAT_MISMATCH, before anything is touched.
         """
 
     @_builtins.property

@@ -30,7 +30,7 @@ from weightplane.v1 import rules_pb2 as weightplane_dot_v1_dot_rules__pb2
 from weightplane.v1 import version_pb2 as weightplane_dot_v1_dot_version__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/lifecycle.proto\x12\x0eweightplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/fleet.proto\x1a\x1aweightplane/v1/pause.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\x85\x02\n\x16PauseGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\'\n\x04mode\x18\x04 \x01(\x0e\x32\x19.weightplane.v1.PauseMode\x12-\n\nwait_limit\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x66\x61llback\x18\x06 \x01(\x0e\x32\x19.weightplane.v1.PauseMode\"a\n\x17PauseGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x18\n\x10\x61\x62orted_requests\x18\x02 \x01(\x05\"\x81\x01\n\x17ResumeGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"H\n\x18ResumeGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x86\x01\n\x14\x41\x62ortRequestsRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12 \n\x0brequest_ids\x18\x03 \x03(\tB\x0b\x8a\xe8\x18\x07(\x80\x01\x38\x80\x80\x04\"Z\n\x15\x41\x62ortRequestsResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"a\n\x11\x46lushCacheRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\"B\n\x12\x46lushCacheResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"-\n\x10GetStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"v\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x33\n\x07trainer\x18\x02 \x01(\x0b\x32\".weightplane.v1.TrainerAgentStatus\"\x80\x02\n\x12TrainerAgentStatus\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x15\n\rrestart_count\x18\x05 \x01(\x03\x12\x0c\n\x04term\x18\x06 \x01(\x03\x12\x11\n\twaits_for\x18\x07 \x01(\t\x12)\n\x05ranks\x18\x08 \x03(\x0b\x32\x1a.weightplane.v1.RankStatus\x12+\n\x06update\x18\t \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x12\n\ncheckpoint\x18\n \x01(\t\"\x92\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.weightplane.v1.RankState\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05phase\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\"/\n\x12WatchStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x91\x01\n\x0cSleepRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x19\n\x05level\x18\x04 \x01(\x05\x42\n\x8a\xe8\x18\x06\x08\x01\x10\x01\x18\x02\"=\n\rSleepResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x89\x01\n\rWakeUpRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x10\n\x08kv_cache\x18\x04 \x01(\x08\">\n\x0eWakeUpResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"v\n\x0c\x44rainRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"=\n\rDrainResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"d\n\x0fShutdownRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1d\n\x0bincarnation\x18\x02 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\x12\x17\n\x06reason\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \"<\n\x10ShutdownResponse\x12(\n\x05limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"l\n\x0fTailLogsRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1b\n\x04rank\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x12\x18\n\x05lines\x18\x03 \x01(\x05\x42\t\x8a\xe8\x18\x05\x10\x00\x18\xe8\x07\x42\x07\n\x05_rank\":\n\x10TailLogsResponse\x12&\n\x05lines\x18\x01 \x03(\x0b\x32\x17.weightplane.v1.LogLine\"&\n\x07LogLine\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\x08\"F\n\x11\x44umpStacksRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x16\n\x05ranks\x18\x02 \x03(\x05\x42\x07\x8a\xe8\x18\x03\x38\x80 \"F\n\x12\x44umpStacksResponse\x12\x30\n\tprocesses\x18\x01 \x03(\x0b\x32\x1d.weightplane.v1.ProcessStacks\"I\n\rProcessStacks\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t*\x86\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RANK_STATE_AWAITED\x10\x01\x12\x17\n\x13RANK_STATE_TRAINING\x10\x02\x12\x16\n\x12RANK_STATE_PUSHING\x10\x03\x12\x14\n\x10RANK_STATE_ENDED\x10\x04\x32\xfd\x07\n\tLifecycle\x12\x62\n\x0fPauseGeneration\x12&.weightplane.v1.PauseGenerationRequest\x1a\'.weightplane.v1.PauseGenerationResponse\x12\x44\n\x05Sleep\x12\x1c.weightplane.v1.SleepRequest\x1a\x1d.weightplane.v1.SleepResponse\x12G\n\x06WakeUp\x12\x1d.weightplane.v1.WakeUpRequest\x1a\x1e.weightplane.v1.WakeUpResponse\x12\x44\n\x05\x44rain\x12\x1c.weightplane.v1.DrainRequest\x1a\x1d.weightplane.v1.DrainResponse\x12\x65\n\x10ResumeGeneration\x12\'.weightplane.v1.ResumeGenerationRequest\x1a(.weightplane.v1.ResumeGenerationResponse\x12\\\n\rAbortRequests\x12$.weightplane.v1.AbortRequestsRequest\x1a%.weightplane.v1.AbortRequestsResponse\x12S\n\nFlushCache\x12!.weightplane.v1.FlushCacheRequest\x1a\".weightplane.v1.FlushCacheResponse\x12P\n\tGetStatus\x12 .weightplane.v1.GetStatusRequest\x1a!.weightplane.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".weightplane.v1.WatchStatusRequest\x1a#.weightplane.v1.WatchStatusResponse0\x01\x12M\n\x08Shutdown\x12\x1f.weightplane.v1.ShutdownRequest\x1a .weightplane.v1.ShutdownResponse\x12M\n\x08TailLogs\x12\x1f.weightplane.v1.TailLogsRequest\x1a .weightplane.v1.TailLogsResponse\x12S\n\nDumpStacks\x12!.weightplane.v1.DumpStacksRequest\x1a\".weightplane.v1.DumpStacksResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1eweightplane/v1/lifecycle.proto\x12\x0eweightplane.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1bweightplane/v1/engine.proto\x1a\x1aweightplane/v1/fleet.proto\x1a\x1aweightplane/v1/pause.proto\x1a\x1aweightplane/v1/rules.proto\x1a\x1cweightplane/v1/version.proto\"\x85\x02\n\x16PauseGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\'\n\x04mode\x18\x04 \x01(\x0e\x32\x19.weightplane.v1.PauseMode\x12-\n\nwait_limit\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12+\n\x08\x66\x61llback\x18\x06 \x01(\x0e\x32\x19.weightplane.v1.PauseMode\"a\n\x17PauseGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x18\n\x10\x61\x62orted_requests\x18\x02 \x01(\x05\"\x81\x01\n\x17ResumeGenerationRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"H\n\x18ResumeGenerationResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x86\x01\n\x14\x41\x62ortRequestsRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12 \n\x0brequest_ids\x18\x03 \x03(\tB\x0b\x8a\xe8\x18\x07(\x80\x01\x38\x80\x80\x04\"Z\n\x15\x41\x62ortRequestsResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x13\n\x0brequest_ids\x18\x02 \x03(\t\"a\n\x11\x46lushCacheRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\"B\n\x12\x46lushCacheResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"-\n\x10GetStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"\x8c\x01\n\x11GetStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\x12\x33\n\x07trainer\x18\x02 \x01(\x0b\x32\".weightplane.v1.TrainerAgentStatus\x12\x14\n\x0c\x63\x61pabilities\x18\x03 \x03(\t\"\x80\x02\n\x12TrainerAgentStatus\x12\x12\n\ntrainer_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x06run_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x04 \x01(\t\x12\x15\n\rrestart_count\x18\x05 \x01(\x03\x12\x0c\n\x04term\x18\x06 \x01(\x03\x12\x11\n\twaits_for\x18\x07 \x01(\t\x12)\n\x05ranks\x18\x08 \x03(\x0b\x32\x1a.weightplane.v1.RankStatus\x12+\n\x06update\x18\t \x01(\x0b\x32\x1b.weightplane.v1.UpdateState\x12\x12\n\ncheckpoint\x18\n \x01(\t\"\x92\x01\n\nRankStatus\x12\x0c\n\x04rank\x18\x01 \x01(\x05\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x13\n\x0b\x64\x65vice_uuid\x18\x03 \x01(\t\x12(\n\x05state\x18\x04 \x01(\x0e\x32\x19.weightplane.v1.RankState\x12\x0c\n\x04step\x18\x05 \x01(\x03\x12\r\n\x05phase\x18\x06 \x01(\t\x12\r\n\x05\x63\x61use\x18\x07 \x01(\t\"/\n\x12WatchStatusRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"C\n\x13WatchStatusResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x91\x01\n\x0cSleepRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x19\n\x05level\x18\x04 \x01(\x05\x42\n\x8a\xe8\x18\x06\x08\x01\x10\x01\x18\x02\"=\n\rSleepResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"\x89\x01\n\rWakeUpRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x10\n\x08kv_cache\x18\x04 \x01(\x08\">\n\x0eWakeUpResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"v\n\x0c\x44rainRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x31\n\x06\x65ngine\x18\x02 \x01(\x0b\x32\x19.weightplane.v1.EngineRefB\x06\x8a\xe8\x18\x02\x08\x01\x12\x18\n\x05owner\x18\x03 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\"=\n\rDrainResponse\x12,\n\x06status\x18\x01 \x01(\x0b\x32\x1c.weightplane.v1.EngineStatus\"d\n\x0fShutdownRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1d\n\x0bincarnation\x18\x02 \x01(\tB\x08\x8a\xe8\x18\x04\x08\x01(@\x12\x17\n\x06reason\x18\x03 \x01(\tB\x07\x8a\xe8\x18\x03(\x80 \"<\n\x10ShutdownResponse\x12(\n\x05limit\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"l\n\x0fTailLogsRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x1b\n\x04rank\x18\x02 \x01(\x05\x42\x08\x8a\xe8\x18\x04\x08\x01\x10\x00H\x00\x88\x01\x01\x12\x18\n\x05lines\x18\x03 \x01(\x05\x42\t\x8a\xe8\x18\x05\x10\x00\x18\xe8\x07\x42\x07\n\x05_rank\":\n\x10TailLogsResponse\x12&\n\x05lines\x18\x01 \x03(\x0b\x32\x17.weightplane.v1.LogLine\"&\n\x07LogLine\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\r\n\x05\x65rror\x18\x02 \x01(\x08\"F\n\x11\x44umpStacksRequest\x12\x19\n\x06run_id\x18\x01 \x01(\tB\t\x8a\xe8\x18\x05\x08\x01(\x80\x01\x12\x16\n\x05ranks\x18\x02 \x03(\x05\x42\x07\x8a\xe8\x18\x03\x38\x80 \"F\n\x12\x44umpStacksResponse\x12\x30\n\tprocesses\x18\x01 \x03(\x0b\x32\x1d.weightplane.v1.ProcessStacks\"I\n\rProcessStacks\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03pid\x18\x02 \x01(\x03\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x0f\n\x07problem\x18\x04 \x01(\t*\x86\x01\n\tRankState\x12\x1a\n\x16RANK_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12RANK_STATE_AWAITED\x10\x01\x12\x17\n\x13RANK_STATE_TRAINING\x10\x02\x12\x16\n\x12RANK_STATE_PUSHING\x10\x03\x12\x14\n\x10RANK_STATE_ENDED\x10\x04\x32\xfd\x07\n\tLifecycle\x12\x62\n\x0fPauseGeneration\x12&.weightplane.v1.PauseGenerationRequest\x1a\'.weightplane.v1.PauseGenerationResponse\x12\x44\n\x05Sleep\x12\x1c.weightplane.v1.SleepRequest\x1a\x1d.weightplane.v1.SleepResponse\x12G\n\x06WakeUp\x12\x1d.weightplane.v1.WakeUpRequest\x1a\x1e.weightplane.v1.WakeUpResponse\x12\x44\n\x05\x44rain\x12\x1c.weightplane.v1.DrainRequest\x1a\x1d.weightplane.v1.DrainResponse\x12\x65\n\x10ResumeGeneration\x12\'.weightplane.v1.ResumeGenerationRequest\x1a(.weightplane.v1.ResumeGenerationResponse\x12\\\n\rAbortRequests\x12$.weightplane.v1.AbortRequestsRequest\x1a%.weightplane.v1.AbortRequestsResponse\x12S\n\nFlushCache\x12!.weightplane.v1.FlushCacheRequest\x1a\".weightplane.v1.FlushCacheResponse\x12P\n\tGetStatus\x12 .weightplane.v1.GetStatusRequest\x1a!.weightplane.v1.GetStatusResponse\x12X\n\x0bWatchStatus\x12\".weightplane.v1.WatchStatusRequest\x1a#.weightplane.v1.WatchStatusResponse0\x01\x12M\n\x08Shutdown\x12\x1f.weightplane.v1.ShutdownRequest\x1a .weightplane.v1.ShutdownResponse\x12M\n\x08TailLogs\x12\x1f.weightplane.v1.TailLogsRequest\x1a .weightplane.v1.TailLogsResponse\x12S\n\nDumpStacks\x12!.weightplane.v1.DumpStacksRequest\x1a\".weightplane.v1.DumpStacksResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -99,8 +99,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DUMPSTACKSREQUEST'].fields_by_name['run_id']._serialized_options = b'\212\350\030\005\010\001(\200\001'
   _globals['_DUMPSTACKSREQUEST'].fields_by_name['ranks']._loaded_options = None
   _globals['_DUMPSTACKSREQUEST'].fields_by_name['ranks']._serialized_options = b'\212\350\030\0038\200 '
-  _globals['_RANKSTATE']._serialized_start=3075
-  _globals['_RANKSTATE']._serialized_end=3209
+  _globals['_RANKSTATE']._serialized_start=3098
+  _globals['_RANKSTATE']._serialized_end=3232
   _globals['_PAUSEGENERATIONREQUEST']._serialized_start=226
   _globals['_PAUSEGENERATIONREQUEST']._serialized_end=487
   _globals['_PAUSEGENERATIONRESPONSE']._serialized_start=489
@@ -119,44 +119,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHCACHERESPONSE']._serialized_end=1188
   _globals['_GETSTATUSREQUEST']._serialized_start=1190
   _globals['_GETSTATUSREQUEST']._serialized_end=1235
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1237
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1355
-  _globals['_TRAINERAGENTSTATUS']._serialized_start=1358
-  _globals['_TRAINERAGENTSTATUS']._serialized_end=1614
-  _globals['_RANKSTATUS']._serialized_start=1617
-  _globals['_RANKSTATUS']._serialized_end=1763
-  _globals['_WATCHSTATUSREQUEST']._serialized_start=1765
-  _globals['_WATCHSTATUSREQUEST']._serialized_end=1812
-  _globals['_WATCHSTATUSRESPONSE']._serialized_start=1814
-  _globals['_WATCHSTATUSRESPONSE']._serialized_end=1881
-  _globals['_SLEEPREQUEST']._serialized_start=1884
-  _globals['_SLEEPREQUEST']._serialized_end=2029
-  _globals['_SLEEPRESPONSE']._serialized_start=2031
-  _globals['_SLEEPRESPONSE']._serialized_end=2092
-  _globals['_WAKEUPREQUEST']._serialized_start=2095
-  _globals['_WAKEUPREQUEST']._serialized_end=2232
-  _globals['_WAKEUPRESPONSE']._serialized_start=2234
-  _globals['_WAKEUPRESPONSE']._serialized_end=2296
-  _globals['_DRAINREQUEST']._serialized_start=2298
-  _globals['_DRAINREQUEST']._serialized_end=2416
-  _globals['_DRAINRESPONSE']._serialized_start=2418
-  _globals['_DRAINRESPONSE']._serialized_end=2479
-  _globals['_SHUTDOWNREQUEST']._serialized_start=2481
-  _globals['_SHUTDOWNREQUEST']._serialized_end=2581
-  _globals['_SHUTDOWNRESPONSE']._serialized_start=2583
-  _globals['_SHUTDOWNRESPONSE']._serialized_end=2643
-  _globals['_TAILLOGSREQUEST']._serialized_start=2645
-  _globals['_TAILLOGSREQUEST']._serialized_end=2753
-  _globals['_TAILLOGSRESPONSE']._serialized_start=2755
-  _globals['_TAILLOGSRESPONSE']._serialized_end=2813
-  _globals['_LOGLINE']._serialized_start=2815
-  _globals['_LOGLINE']._serialized_end=2853
-  _globals['_DUMPSTACKSREQUEST']._serialized_start=2855
-  _globals['_DUMPSTACKSREQUEST']._serialized_end=2925
-  _globals['_DUMPSTACKSRESPONSE']._serialized_start=2927
-  _globals['_DUMPSTACKSRESPONSE']._serialized_end=2997
-  _globals['_PROCESSSTACKS']._serialized_start=2999
-  _globals['_PROCESSSTACKS']._serialized_end=3072
-  _globals['_LIFECYCLE']._serialized_start=3212
-  _globals['_LIFECYCLE']._serialized_end=4233
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1238
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1378
+  _globals['_TRAINERAGENTSTATUS']._serialized_start=1381
+  _globals['_TRAINERAGENTSTATUS']._serialized_end=1637
+  _globals['_RANKSTATUS']._serialized_start=1640
+  _globals['_RANKSTATUS']._serialized_end=1786
+  _globals['_WATCHSTATUSREQUEST']._serialized_start=1788
+  _globals['_WATCHSTATUSREQUEST']._serialized_end=1835
+  _globals['_WATCHSTATUSRESPONSE']._serialized_start=1837
+  _globals['_WATCHSTATUSRESPONSE']._serialized_end=1904
+  _globals['_SLEEPREQUEST']._serialized_start=1907
+  _globals['_SLEEPREQUEST']._serialized_end=2052
+  _globals['_SLEEPRESPONSE']._serialized_start=2054
+  _globals['_SLEEPRESPONSE']._serialized_end=2115
+  _globals['_WAKEUPREQUEST']._serialized_start=2118
+  _globals['_WAKEUPREQUEST']._serialized_end=2255
+  _globals['_WAKEUPRESPONSE']._serialized_start=2257
+  _globals['_WAKEUPRESPONSE']._serialized_end=2319
+  _globals['_DRAINREQUEST']._serialized_start=2321
+  _globals['_DRAINREQUEST']._serialized_end=2439
+  _globals['_DRAINRESPONSE']._serialized_start=2441
+  _globals['_DRAINRESPONSE']._serialized_end=2502
+  _globals['_SHUTDOWNREQUEST']._serialized_start=2504
+  _globals['_SHUTDOWNREQUEST']._serialized_end=2604
+  _globals['_SHUTDOWNRESPONSE']._serialized_start=2606
+  _globals['_SHUTDOWNRESPONSE']._serialized_end=2666
+  _globals['_TAILLOGSREQUEST']._serialized_start=2668
+  _globals['_TAILLOGSREQUEST']._serialized_end=2776
+  _globals['_TAILLOGSRESPONSE']._serialized_start=2778
+  _globals['_TAILLOGSRESPONSE']._serialized_end=2836
+  _globals['_LOGLINE']._serialized_start=2838
+  _globals['_LOGLINE']._serialized_end=2876
+  _globals['_DUMPSTACKSREQUEST']._serialized_start=2878
+  _globals['_DUMPSTACKSREQUEST']._serialized_end=2948
+  _globals['_DUMPSTACKSRESPONSE']._serialized_start=2950
+  _globals['_DUMPSTACKSRESPONSE']._serialized_end=3020
+  _globals['_PROCESSSTACKS']._serialized_start=3022
+  _globals['_PROCESSSTACKS']._serialized_end=3095
+  _globals['_LIFECYCLE']._serialized_start=3235
+  _globals['_LIFECYCLE']._serialized_end=4256
 # @@protoc_insertion_point(module_scope)

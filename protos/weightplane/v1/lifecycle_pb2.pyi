@@ -332,6 +332,7 @@ class GetStatusResponse(_message.Message):
 
     STATUS_FIELD_NUMBER: _builtins.int
     TRAINER_FIELD_NUMBER: _builtins.int
+    CAPABILITIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Now; of an engine."""
@@ -340,15 +341,20 @@ class GetStatusResponse(_message.Message):
     def trainer(self) -> Global___TrainerAgentStatus:
         """Now; of a trainer agent."""
 
+    @_builtins.property
+    def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Of an engine: what it can do, as in EngineHello. Empty until it has started."""
+
     def __init__(
         self,
         *,
         status: _engine_pb2.EngineStatus | None = ...,
         trainer: Global___TrainerAgentStatus | None = ...,
+        capabilities: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["status", b"status", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "status", b"status", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -274,6 +274,8 @@ class GenerateResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     FINISH_FIELD_NUMBER: _builtins.int
     INDEX_FIELD_NUMBER: _builtins.int
+    SAMPLING_MASKS_FIELD_NUMBER: _builtins.int
+    ROUTED_EXPERTS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Which sample of `sampling.n`."""
     @_builtins.property
@@ -294,6 +296,19 @@ class GenerateResponse(_message.Message):
     def finish(self) -> Global___Finish:
         """On the sample's last message."""
 
+    @_builtins.property
+    def sampling_masks(self) -> _containers.RepeatedCompositeFieldContainer[Global___SamplingMask]:
+        """What each token was drawn from; as many as tokens, and then the message has one token. Set by engines with the
+        capability `sampling_mask`; absent from all others.
+        """
+
+    @_builtins.property
+    def routed_experts(self) -> Global___RoutedExperts:
+        """The experts of tokens of prompt and sample, in parts of at most 1 MiB, in order, before the message with `finish`.
+        Set by engines with the capability `routed_experts`; absent from all others, and where the engine had not just one
+        set for each token.
+        """
+
     def __init__(
         self,
         *,
@@ -302,14 +317,76 @@ class GenerateResponse(_message.Message):
         version: _version_pb2.WeightVersion | None = ...,
         finish: Global___Finish | None = ...,
         index: _builtins.int = ...,
+        sampling_masks: _abc.Iterable[Global___SamplingMask] | None = ...,
+        routed_experts: Global___RoutedExperts | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "routed_experts", b"routed_experts", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finish", b"finish", "index", b"index", "logprobs", b"logprobs", "routed_experts", b"routed_experts", "sampling_masks", b"sampling_masks", "token_ids", b"token_ids", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class SamplingMask(_message.Message):
+    """The support of the distribution that a token was drawn from."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens that top-k, top-p and min-p left."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SamplingMask: _TypeAlias = SamplingMask  # noqa: Y015
+
+@_typing.final
+class RoutedExperts(_message.Message):
+    """Which experts a model with experts sent tokens to."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_TOKEN_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    TOP_K_FIELD_NUMBER: _builtins.int
+    EXPERTS_FIELD_NUMBER: _builtins.int
+    first_token: _builtins.int
+    """The first of these tokens, counted from the prompt's first. They are those that the model was given: the sample's
+    last token is not among them.
+    """
+    layers: _builtins.int
+    """Layers with experts."""
+    top_k: _builtins.int
+    """Experts of each token in each layer."""
+    experts: _builtins.bytes
+    """Numbers of experts as unsigned 16-bit integers, little-endian, in the order token, layer, choice."""
+    def __init__(
+        self,
+        *,
+        first_token: _builtins.int = ...,
+        layers: _builtins.int = ...,
+        top_k: _builtins.int = ...,
+        experts: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["experts", b"experts", "first_token", b"first_token", "layers", b"layers", "top_k", b"top_k"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoutedExperts: _TypeAlias = RoutedExperts  # noqa: Y015
 
 @_typing.final
 class Finish(_message.Message):
