@@ -1,4 +1,4 @@
-"""Rollouts through a real coordinator process, to real engine agents: a crowd, callers that leave, a version that comes."""
+"""Rollouts through a real coordinator process, to real engine agents: a crowd, callers that leave, a late version."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.coordinator.rollout_proxy import RolloutProxy
 from controlplane.core import errors as e
 from controlplane.core.versions import ModelName
@@ -307,3 +308,8 @@ async def test_a_sample_ended_by_its_caller_before_its_first_token_is_asked_of_n
 
     assert await whole(world, asked()) == [finish(reason="ABORT", stop_reason="aborted")]
     assert not second.requests
+
+
+def test_a_limit_below_zero_is_refused() -> None:
+    with pytest.raises(e.InvalidRequest, match="max_rollout_calls"):
+        CoordinatorSettings(max_rollout_calls=-1)
