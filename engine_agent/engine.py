@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
@@ -113,6 +113,8 @@ class GenerationDelta:
     """Entry i belongs to prompt token i + 1; on one delta, where `sampling.prompt_logprobs`."""
     engine_spans: tuple[tuple[str, int, int], ...] = ()
     """The engine's own (label, start, end) spans over this request's tokens, on the last delta."""
+    native: Any = field(default=None, compare=False)
+    """The engine's own object, for a request that was made in the engine's own words; else None."""
 
 
 @dataclass(frozen=True)
