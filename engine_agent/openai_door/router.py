@@ -7,6 +7,7 @@ One that restarted, or did not hear, hears again. A pause of an update is shorte
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 import httpx
 import structlog
@@ -18,6 +19,8 @@ log = structlog.get_logger(__name__)
 CALL_SECONDS = 5.0
 """One call; the router itself asks the door's /health before it takes it."""
 AGAIN_SECONDS = 5.0
+LAST_SECONDS = 2.0
+"""For the last word, which the engine's end waits for."""
 GRACE_SECONDS = 1.0
 """A gate that is shut for less stays with the router: its requests wait at the door meanwhile."""
 
@@ -29,6 +32,7 @@ class RouterRegistration:
         self._life = life
         self._router = router.rstrip("/")
         self._url = url
+        self._away = False
 
     async def run(self) -> None:
         """Until cancelled; then the router is told to forget the door."""
@@ -39,7 +43,9 @@ class RouterRegistration:
                     await self._make_so(http, wanted=wanted)
                     await self._change(AGAIN_SECONDS, wanted=not wanted)
             finally:
-                await asyncio.shield(self._make_so(http, wanted=False))
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_SECONDS):
+                        await self._make_so(http, wanted=False)
 
     async def _stays_shut(self) -> bool:
         return not await self._change(GRACE_SECONDS, wanted=True)
@@ -63,5 +69,8 @@ class RouterRegistration:
             done = await http.post(f"{self._router}/{verb}", params={"url": self._url})
             done.raise_for_status()
             log.info("router_told", router=self._router, url=self._url, registered=wanted)
+            self._away = False
         except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            log.warning("router_not_told", router=self._router, registered=wanted, cause=repr(error))
+            if not self._away:  # said once, however often it is tried
+                log.warning("router_not_told", router=self._router, registered=wanted, cause=repr(error))
+            self._away = True
