@@ -76,21 +76,27 @@ class Fleet:
         return sum(engine.status.live_requests for engine in await self.engines())
 
 
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, psutil.Process]]:
+    with processes(tmp_path_factory.mktemp("proxy"), engines=2) as made:
+        yield made
+
+
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
-    with processes(tmp_path, engines=2) as (address, coordinator):
-        async with open_channel(address) as channel:
-            stub: Any = operator_pb2_grpc.OperatorStub(channel)
-            made = Fleet(coordinator, rollout_pb2_grpc.RolloutStub(channel), stub, channel)
+async def fleet(started: tuple[str, psutil.Process]) -> AsyncIterator[Fleet]:
+    address, coordinator = started
+    async with open_channel(address) as channel:
+        stub: Any = operator_pb2_grpc.OperatorStub(channel)
+        made = Fleet(coordinator, rollout_pb2_grpc.RolloutStub(channel), stub, channel)
 
-            async def serves() -> bool:
-                try:
-                    return await made.all_routable()
-                except grpc.aio.AioRpcError:
-                    return False
+        async def serves() -> bool:
+            try:
+                return await made.all_routable()
+            except grpc.aio.AioRpcError:
+                return False
 
-            await eventually(serves, within=40)
-            yield made
+        await eventually(serves, within=40)
+        yield made
 
 
 def asked(tokens: int, **changed: Any) -> rollout_pb2.GenerateRequest:

@@ -233,7 +233,7 @@ async def test_a_caller_that_reads_nothing_stops_the_engine_and_fills_no_memory(
     before = -1
     while engine.said != before:  # what the connections' windows hold
         before = engine.said
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.15)
 
     assert engine.said < FLOW_CONTROL_MESSAGES
     call.cancel()
