@@ -83,11 +83,15 @@ class Door:
 
     async def _health(self, send: Send) -> None:
         life = self._holder.life
-        if self._app is not None and life.open:
+        if self._app is None:
+            await refuse(send, no_app(life))
+        elif life.open:
             await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
             await send({"type": "http.response.body", "body": b""})
         else:
-            await refuse(send, not_ready(life))
+            state = life.core.state
+            holds = ", ".join(sorted(map(str, state.holds))) or state.word(life.core.served)
+            await refuse(send, e.EngineNotReady(engine_id=state.engine_id, holds=holds))
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send, *, generates: bool) -> None:
         try:
@@ -114,7 +118,7 @@ class Door:
 
     async def _read(self, scope: Scope, replay: _Replay, send: Send) -> None:
         if self._app is None:
-            await refuse(send, not_ready(self._holder.life))
+            await refuse(send, no_app(self._holder.life))
         else:
             await self._app(scope, replay, send)
 
@@ -124,7 +128,7 @@ class Door:
             _refuse_beams(replay.body)
             await enter(self._holder.life, ANY, visit.wait_left)
             if self._app is None:
-                raise not_ready(self._holder.life)
+                raise no_app(self._holder.life)
         except e.WeightplaneError as error:
             log.info("door_refused", reason=error.reason, text=str(error))
             return await refuse(send, error)
@@ -135,9 +139,8 @@ class Door:
             await visit.leave()
 
 
-def not_ready(life: EngineLife) -> e.EngineNotReady:
-    state = life.core.state
-    return e.EngineNotReady(engine_id=state.engine_id, holds=state.word(life.core.served))
+def no_app(life: EngineLife) -> e.EngineNotReady:
+    return e.EngineNotReady(engine_id=life.core.state.engine_id, holds="it starts or ends")
 
 
 def _refuse_beams(body: bytes) -> None:

@@ -16,6 +16,8 @@ from engine_agent.openai_door.answers import App
 STOP_SECONDS = 2
 """For answers under way, when the agent stops."""
 BACKLOG = 256
+MAX_CONNECTIONS = 4096
+"""Open at once, whether they ask or not; one more is told 503."""
 
 
 class _Server(uvicorn.Server):
@@ -35,7 +37,8 @@ class DoorServer:
         host = listen.rpartition(":")[0]
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
-        self._server = _Server(uvicorn.Config(app, timeout_graceful_shutdown=STOP_SECONDS, **settings))
+        settings |= {"timeout_graceful_shutdown": STOP_SECONDS, "limit_concurrency": MAX_CONNECTIONS}
+        self._server = _Server(uvicorn.Config(app, **settings))
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="weightplane-openai-door")
 
     async def stop(self) -> None:
