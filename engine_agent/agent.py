@@ -302,8 +302,10 @@ def _door(holder: EngineLifeHolder, settings: EngineSettings) -> RunningDoor | N
 
     async def build(life: EngineLife) -> App:
         from engine_agent.vllm.api_app import api_app
+        from engine_agent.vllm.engine import VllmEngine
 
-        return await api_app(life, asked)
+        assert isinstance(life.engine, VllmEngine)  # the settings refuse the door of any other
+        return await api_app(life, life.engine, asked)
 
     return RunningDoor(holder, asked, build)
 

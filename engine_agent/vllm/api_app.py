@@ -14,15 +14,13 @@ from engine_agent.vllm.engine import VllmEngine
 TASKS = ("generate",)
 
 
-async def api_app(life: EngineLife, settings: OpenAiSettings) -> App:
-    """Of a started engine. Raises EngineDied: the app could not be made as the settings ask for it."""
+async def api_app(life: EngineLife, engine: VllmEngine, settings: OpenAiSettings) -> App:
+    """Of a life whose engine has started. Raises EngineDied: the app could not be made as the settings ask for it."""
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
     from engine_agent.vllm.engine_client import GatedEngineClient
 
-    engine = life.engine
-    assert isinstance(engine, VllmEngine)  # the agent's settings refuse the door of any other
     client = GatedEngineClient(life, engine)
     try:
         arguments = _arguments(str(client.model_config.model), life.core.state.model, settings.arguments)

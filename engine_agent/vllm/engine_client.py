@@ -12,9 +12,11 @@ import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
+from vllm.exceptions import GracefulHTTPError
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -26,6 +28,7 @@ from engine_agent.engine import GenerationDelta
 from engine_agent.entry import check_ids, enter
 from engine_agent.life import EngineLife
 from engine_agent.merging import merged
+from engine_agent.openai_door.answers import status_of
 from engine_agent.openai_door.visit import MAX_CHOICES, Visit, current
 from engine_agent.requests import Parts
 from engine_agent.vllm.engine import VllmEngine
@@ -81,8 +84,8 @@ class GatedEngineClient(EngineClient):  # type: ignore[misc]
                     if output is not None:
                         yield output
         except e.WeightplaneError as error:
-            visit.error = error
-            raise
+            visit.error = error  # the door tells it as it is; the app only has to take it for an answer
+            raise GracefulHTTPError(str(error), HTTPStatus(status_of(error))) from error
 
     def _check(self, visit: Visit, prompt: Any, asked: SamplingParams, how: Mapping[str, Any]) -> None:
         """Raises InvalidRequest: what an engine would die of, or nobody could attribute."""

@@ -19,6 +19,8 @@ from tests.support.ports import free_port
 from tests.support.vllm_router import vllm_router
 from tests.unit.test_openai_door import World, made
 
+pytestmark = pytest.mark.slow
+
 WITHIN = 20.0
 
 
@@ -69,7 +71,6 @@ async def test_a_router_has_the_door_while_the_gate_is_open_and_not_for_a_moment
     await world.life.end("done")
 
 
-@pytest.mark.slow
 async def test_a_router_that_starts_later_or_anew_is_told_too_and_one_that_is_away_costs_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 
@@ -37,7 +38,9 @@ class NativeMemoryEngine(MemoryEngine):
         plain = SamplingSettings(max_tokens=params.max_tokens or 16)
         async for delta in self.generate(request_id, prompt["prompt_token_ids"], plain):
             text = "".join(f"{token}," for token in delta.token_ids)
-            choice = CompletionOutput(0, text, list(delta.token_ids), None, None, finish_reason=delta.finish_reason)
+            wanted = params.logprobs is not None
+            likely = [{t: Logprob(p)} for t, p in zip(delta.token_ids, delta.logprobs, strict=True)] if wanted else None
+            choice = CompletionOutput(0, text, list(delta.token_ids), None, likely, finish_reason=delta.finish_reason)
             native = RequestOutput(request_id, None, prompt["prompt_token_ids"], None, [choice], finished=False)
             yield GenerationDelta(
                 delta.token_ids, (), delta.finish_reason, engine_spans=delta.engine_spans, native=native
