@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 from controlplane.core import errors as e
+from controlplane.rpc.metrics import REFUSALS
 from engine_agent.openai_door.visit import Visit
 
 Scope = MutableMapping[str, Any]
@@ -42,6 +43,7 @@ def status_of(error: e.WeightplaneError) -> int:
 async def refuse(send: Send, error: e.WeightplaneError) -> None:
     """503 says when to come again; nothing was done."""
     status = status_of(error)
+    REFUSALS.labels("openai", error.reason).inc()
     headers = {REASON_HEADER: error.reason} | ({"retry-after": str(RETRY_AFTER_SECONDS)} if status == 503 else {})
     await say(send, status, str(error), error.reason, headers)
 
