@@ -137,6 +137,16 @@ async def test_a_caller_that_leaves_vllms_app_leaves_nothing_in_the_engine(world
     await eventually(lambda: len(world.life.requests) == 0)
 
 
+async def test_session_and_priority_reach_the_engine(world: World) -> None:
+    headers = {"x-session-id": "one", "x-vllm-priority": "3"}
+    body = {"model": "policy", "prompt": "ab", "max_tokens": 2}
+    assert (await world.http.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    engine = world.life.engine
+    assert isinstance(engine, NativeMemoryEngine)
+    ((_, how),) = engine.seen
+    assert (how["session_id"], how["priority"]) == ("one", 3)
+
+
 @pytest.mark.parametrize("path", ["/sleep", "/pause", "/collective_rpc", "/v1/load_lora_adapter", "/openapi.json"])
 async def test_what_changes_an_engine_is_not_reached(world: World, path: str) -> None:
     assert {(await world.http.request(method, path)).status_code for method in ("GET", "POST")} == {404}
