@@ -12,9 +12,10 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import grpc
 import structlog
@@ -35,6 +36,7 @@ from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.members.head import Members
 from engine_agent.members.nodes import FurtherNodes
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
 from engine_agent.restarts import Restarts
@@ -51,6 +53,10 @@ from weightplane.v1 import (
     weight_update_pb2,
     weight_update_pb2_grpc,
 )
+
+if TYPE_CHECKING:
+    from engine_agent.openai_door.answers import App
+    from engine_agent.openai_door.running import RunningDoor
 
 log = structlog.get_logger(__name__)
 
@@ -108,6 +114,8 @@ class EngineSettings:
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""
+    openai: OpenAiSettings | None = None
+    """Serve vLLM's OpenAI-compatible API too, behind the gate. Absent: no."""
     group: str = ""
     """What the coordinator's min_engines counts it under."""
     unit: str = ""
@@ -124,6 +132,8 @@ class EngineSettings:
             raise ValueError(f"no transports: {sorted(unknown)}; there are {', '.join(TRANSPORTS)}")
         if "inline" not in self.transports:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
+        if self.openai is not None and self.backend != "vllm":
+            raise ValueError("openai: only vLLM has such an API; an in-memory engine has none")
         if self.apply not in ("staged", "streaming"):
             raise ValueError(f"apply: {self.apply!r}; there are staged and streaming")
 
@@ -134,18 +144,22 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     holder = EngineLifeHolder()
     members = _members(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
+    door: RunningDoor | None = None
     try:
         holder.life = _first_life(settings, memory, members)
+        door = _door(holder, settings)
         server = await start_server(settings.listen, _services(holder, settings, stop, members))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
+        if door is not None:
+            await door.stop()
         return ExitCode.PORT_IN_USE
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
     hurry = asyncio.Event()
     signalled = asyncio.create_task(wait_for_signal(stop, hurry))
-    agent = _Agent(settings, memory, holder, server, signalled, hurry, members)
+    agent = _Agent(settings, memory, holder, server, signalled, hurry, members, door)
     try:
         return await agent.run()
     except LedgerError as error:  # a later life could not be counted
@@ -153,6 +167,8 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         return ExitCode.LEDGER
     finally:
         signalled.cancel()
+        if door is not None:
+            await door.stop()
         await server.stop()
         log.info("engine_agent_stopped")
 
@@ -169,6 +185,7 @@ class _Agent:
         signalled: asyncio.Task[None],
         hurry: asyncio.Event,
         members: Members | None,
+        door: RunningDoor | None,
     ) -> None:
         self._settings = settings
         self._memory = memory
@@ -177,6 +194,7 @@ class _Agent:
         self._signalled = signalled
         self._hurry = hurry
         self._members = members
+        self._door = door
         self._endpoint = settings.advertise or server.address
         self._supervisor = Supervisor()
         self._turns = Turns()
@@ -253,29 +271,8 @@ class _Agent:
             log.info("engine_ready", endpoint=self._endpoint, incarnation=life.core.state.incarnation)
             self._ready_at = time.monotonic()
             self._supervisor.ready(self._in_a_line(life, life.core.state))
-            session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
-            running = asyncio.create_task(session.run())
-            readiness = asyncio.create_task(self._follow_readiness(life))
-            try:
-                ends: set[asyncio.Future[Any]] = {self._signalled, life.died, running}
-                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                if life.died.done():
-                    cause = life.died.result()
-                    log.error("engine_died", cause=cause)
-                    life.apply(events.Died(cause))
-                    await session.tell()
-                    return None
-                if self._signalled.done():
-                    await self._drain(life)
-                    life.apply(events.Stopping())
-                    await session.leave(STOPS)
-                    return ExitCode.OK
-                running.result()
-                return ExitCode.FAILED
-            finally:
-                running.cancel()
-                readiness.cancel()
-                await self._server.set_serving(False)
+            async with nullcontext() if self._door is None else self._door.open_for(life):
+                return await self._serve(life)
         except EngineDied as error:
             cause = str(error)
             log.error("engine_start_failed", cause=cause)
@@ -288,6 +285,32 @@ class _Agent:
             return ExitCode.CONFIG
         finally:
             await life.end(cause)
+
+    async def _serve(self, life: EngineLife) -> int | None:
+        """In the fleet, until the life or the agent ends."""
+        session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
+        running = asyncio.create_task(session.run())
+        readiness = asyncio.create_task(self._follow_readiness(life))
+        try:
+            ends: set[asyncio.Future[Any]] = {self._signalled, life.died, running}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+            if life.died.done():
+                cause = life.died.result()
+                log.error("engine_died", cause=cause)
+                life.apply(events.Died(cause))
+                await session.tell()
+                return None
+            if self._signalled.done():
+                await self._drain(life)
+                life.apply(events.Stopping())
+                await session.leave(STOPS)
+                return ExitCode.OK
+            running.result()
+            return ExitCode.FAILED
+        finally:
+            running.cancel()
+            readiness.cancel()
+            await self._server.set_serving(False)
 
     async def _start(self, life: EngineLife) -> bool:
         """False: a signal came first."""
@@ -326,6 +349,23 @@ class _Agent:
     def _in_a_line(self, life: EngineLife, state: EngineState) -> str:
         word = state.word(life.core.served)
         return f"{word}, {state.model} {state.applied or 'unset'}; life {life.number}, at {self._endpoint}"
+
+
+def _door(holder: EngineLifeHolder, settings: EngineSettings) -> RunningDoor | None:
+    """Raises PortUnavailable."""
+    asked = settings.openai
+    if asked is None:
+        return None
+    from engine_agent.openai_door.running import RunningDoor  # an agent without a door needs no HTTP libraries
+
+    async def build(life: EngineLife) -> App:
+        from engine_agent.vllm.api_app import api_app
+        from engine_agent.vllm.engine import VllmEngine
+
+        assert isinstance(life.engine, VllmEngine)  # the settings refuse the door of any other
+        return await api_app(life, life.engine, asked)
+
+    return RunningDoor(holder, asked, build)
 
 
 def _membership(settings: EngineSettings) -> Membership:
@@ -379,6 +419,7 @@ def _new_engine(settings: EngineSettings, members: Members | None) -> Engine:
     from engine_agent.vllm.engine import VllmEngine  # heavy: an agent with the in-memory engine needs no vLLM
 
     vllm = replace(settings.vllm, device_uuids=devices) if devices else settings.vllm
+    vllm = replace(vllm, load_tokenizer=True) if settings.openai is not None else vllm
     note = settings.state_dir / f"{settings.engine_id}.processes.json"
     further = FurtherNodes(members, vllm, settings.engine_id) if members is not None else None
     return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note, further=further)

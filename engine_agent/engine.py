@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
@@ -125,6 +125,8 @@ class GenerationDelta:
     """One per token: the tokens that it was drawn from. Empty without the capability `sampling_mask`."""
     routed_experts: RoutedExperts | None = None
     """On the last delta of an engine with the capability `routed_experts`, where it has them for every token."""
+    native: Any = field(default=None, compare=False)
+    """The engine's own object, for a request that was made in the engine's own words; else None."""
 
 
 @dataclass(frozen=True)

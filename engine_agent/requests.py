@@ -9,9 +9,10 @@ request ends `abort` with the spans it has.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 
 import structlog
 
@@ -143,10 +144,24 @@ class Requests:
 
         `exact`: another version ends it, as `version_changed`.
         """
+        deltas = partial(self._engine.generate, request_id, prompt, sampling)
+        return self.follow(request_id, version, deltas, name, exact=exact)
+
+    def follow(
+        self,
+        request_id: str,
+        version: WeightVersion,
+        deltas: Callable[[], AsyncGenerator[GenerationDelta, None]],
+        name: str = "",
+        *,
+        exact: bool = False,
+    ) -> Parts:
+        """The same for a request whose deltas come by a way of their own, such as the engine's own words. The engine
+        knows it by `request_id` too."""
         request = _Request(request_id, name or request_id, version, behind_border=self._shut, exact=exact)
         self._live[request_id] = request
         self._none.clear()
-        request.pump = asyncio.create_task(self._pump(request, prompt, sampling))
+        request.pump = asyncio.create_task(self._pump(request, deltas))
         request.pump.add_done_callback(lambda pump: _tell(request, pump))
         self._counted()
         return Parts(request, self._forget)
@@ -204,9 +219,9 @@ class Requests:
 
     # ---- one request ----
 
-    async def _pump(self, request: _Request, prompt: Sequence[int], sampling: SamplingSettings) -> None:
+    async def _pump(self, request: _Request, come: Callable[[], AsyncGenerator[GenerationDelta, None]]) -> None:
         try:
-            async with aclosing(self._engine.generate(request.request_id, prompt, sampling)) as deltas:
+            async with aclosing(come()) as deltas:
                 async for delta in deltas:
                     request.seen += len(delta.token_ids)
                     if request.ended:

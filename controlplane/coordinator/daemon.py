@@ -19,6 +19,7 @@ import structlog
 
 from controlplane.coordinator.carrier import Carrier
 from controlplane.coordinator.hub import Hub
+from controlplane.coordinator.rollout_proxy import MAX_CALLS, RolloutProxy
 from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
@@ -30,7 +31,7 @@ from controlplane.ledger import SqliteLedger
 from controlplane.rpc.metrics import serve_metrics
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +75,8 @@ class CoordinatorSettings:
     link_fate: Literal["shared", "per_engine"] = "shared"
     """Of broadcasts. shared: one link for all engines of a sender; the bytes leave it once, and who fails ends them for
     all. per_engine: a link for each."""
+    max_rollout_calls: int = MAX_CALLS
+    """Rollout calls that it passes on to engines at once, for grpcurl and simple clients; one more is refused."""
     metrics_listen: str = ""
     """Address that answers GET /metrics; empty: none does."""
     address_file: Path | None = None
@@ -81,6 +84,8 @@ class CoordinatorSettings:
 
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
+        if self.max_rollout_calls < 0:
+            raise InvalidRequest("max_rollout_calls", "is at least 0")
 
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
@@ -94,7 +99,8 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
         carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
         hub.start_carry = carrier.start
-        server = await start_server(settings.listen, _services(hub))
+        proxy = RolloutProxy(hub, settings.max_rollout_calls)
+        server = await start_server(settings.listen, _services(hub, proxy))
         serve_metrics(settings.metrics_listen)
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
@@ -108,6 +114,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
     finally:
         await carrier.close()
         await server.stop()
+        await proxy.close()
         await loop.run_in_executor(writer, ledger.close)
         writer.shutdown()
         log.info("coordinator_stopped")
@@ -194,7 +201,7 @@ def parse_min_engines(texts: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _services(hub: Hub) -> list[Callable[[grpc.aio.Server], str]]:
+def _services(hub: Hub, proxy: RolloutProxy) -> list[Callable[[grpc.aio.Server], str]]:
     def add_fleet(server: grpc.aio.Server) -> str:
         fleet_pb2_grpc.add_FleetServicer_to_server(FleetService(hub), server)
         return fleet_pb2.DESCRIPTOR.services_by_name["Fleet"].full_name
@@ -203,4 +210,8 @@ def _services(hub: Hub) -> list[Callable[[grpc.aio.Server], str]]:
         operator_pb2_grpc.add_OperatorServicer_to_server(OperatorService(hub), server)
         return operator_pb2.DESCRIPTOR.services_by_name["Operator"].full_name
 
-    return [add_fleet, add_operator]
+    def add_rollout(server: grpc.aio.Server) -> str:
+        rollout_pb2_grpc.add_RolloutServicer_to_server(proxy, server)
+        return rollout_pb2.DESCRIPTOR.services_by_name["Rollout"].full_name
+
+    return [add_fleet, add_operator, add_rollout]

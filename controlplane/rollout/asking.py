@@ -8,13 +8,14 @@ prompt (presence and frequency penalties): such a request is refused beforehand.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from controlplane.core import errors as e
-from controlplane.core.pins import Pin
 from controlplane.core.sampling import SamplingSettings
-from controlplane.core.versions import EngineId, Incarnation, ModelName
+from controlplane.core.versions import EngineId
+from controlplane.rollout.choosing import Search
+from controlplane.rollout.engine_errors import CUT
 from controlplane.rollout.sample import Assembly, Delta, Ending, Sample
 from controlplane.rpc.codec import pin_to_proto, sampling_to_proto
 from weightplane.v1 import rollout_pb2
@@ -22,49 +23,17 @@ from weightplane.v1 import rollout_pb2
 OnLoss = Literal["resume", "restart", "fail"]
 """What becomes of a sample whose engine went away, or cut it for an update, once it has tokens."""
 
-CUT = frozenset({"paused", "poisoned", "updating"})
-"""Stop reasons of samples that their engine ended for its own sake; what a caller aborted has none of them."""
 
-ELSEWHERE_MAY_DO = (
-    e.VersionUnavailable,
-    e.EngineNotReady,
-    e.EnginePoisoned,
-    e.EngineDraining,
-    e.EngineDied,
-    e.LimitExceeded,
-    e.WrongRun,
-    e.WrongModel,
-    e.PeerLost,
-    e.VersionChanged,
-    e.RequestAborted,
-)
+@dataclass(slots=True, kw_only=True)
+class Ask(Search):
+    """A request, its search for an engine, and what came of it so far."""
 
-
-@dataclass(slots=True)
-class Ask:
-    """A request, the time that it has, and what came of it so far."""
-
-    model: ModelName
     prompt: tuple[int, ...]
     sampling: SamplingSettings
     assembly: Assembly
     prefix: Sample | None
-    session_id: str
     on_loss: OnLoss
-    started: float
-    deadline: float
-    """Monotonic: when the caller gives up, tokens or not."""
-    patience: float
-    """Until when an engine, its gate and the pin are waited for."""
     patience_seconds: float
-    tried: set[tuple[EngineId, Incarnation]] = field(default_factory=set)
-    last_error: e.WeightplaneError | None = None
-    settle_by: float = 0.0
-    """Until when missing engines are waited for; 0: not yet."""
-
-    @property
-    def pin(self) -> Pin:
-        return self.assembly.pin
 
     @property
     def has_begun(self) -> bool:

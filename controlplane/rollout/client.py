@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -24,22 +24,21 @@ from controlplane.core.lag import Commits
 from controlplane.core.pins import Pin
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import ModelName, RunId, WeightVersion
-from controlplane.rollout.asking import ELSEWHERE_MAY_DO, Ask, OnLoss, check_recovery, prefixed
+from controlplane.rollout.asking import Ask, OnLoss, check_recovery, prefixed
 from controlplane.rollout.choosing import Choosing
 from controlplane.rollout.connections import Connections
+from controlplane.rollout.engine_errors import ELSEWHERE_MAY_DO, engine_error, nothing_came
 from controlplane.rollout.policies import LeastLoaded, Policy
 from controlplane.rollout.routing import Route, Routes
 from controlplane.rollout.sample import Assembly, Delta, Sample, Scores
 from controlplane.rollout.watching import RouteWatch
 from controlplane.rollout.wire import delta_from_proto
 from controlplane.rpc.codec import pin_to_proto, seconds_to_proto, version_from_proto
-from controlplane.rpc.errors import RemoteError, from_rpc_error
 from controlplane.rpc.validation import validate
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-SHORTEST_WAIT_SECONDS = 0.05
 BATCH_AT_ONCE = 1024
 """Requests of a batch that are open at once, unless told otherwise."""
 
@@ -235,14 +234,14 @@ class RolloutClient:
                 request_id=ask.assembly.request_id,
                 token_ids=token_ids,
                 pin=pin_to_proto(pin),
-                wait=seconds_to_proto(_engine_wait(ask)),
+                wait=seconds_to_proto(ask.engine_wait),
             )
             validate(request)
             try:
-                with self._asking(route) as channel:
-                    answer = await rollout_pb2_grpc.RolloutStub(channel).Score(request, timeout=_time_left(ask))
+                with self._watch.asking(route) as channel:
+                    answer = await rollout_pb2_grpc.RolloutStub(channel).Score(request, timeout=ask.time_left)
             except grpc.aio.AioRpcError as error:
-                self._declined(_typed(error, route, ask), route, ask)
+                self._declined(engine_error(error, route, ask), route, ask)
                 continue
             return Scores((None, *answer.logprobs), version_from_proto(answer.version), route.engine_id)
 
@@ -269,6 +268,7 @@ class RolloutClient:
         assembly = Assembly(request_id or uuid.uuid4().hex, pin, with_logprobs=sampling.logprobs is not None)
         return Ask(
             model=self._model,
+            pin=pin,
             prompt=tuple(prompt),
             sampling=sampling,
             assembly=prefixed(assembly, prefix),
@@ -314,10 +314,10 @@ class RolloutClient:
         """One attempt on one engine. Ends after a delta with `ending`, or raises."""
         request = ask.request()
         request.run_id = run_id
-        request.wait.CopyFrom(seconds_to_proto(_engine_wait(ask)))
+        request.wait.CopyFrom(seconds_to_proto(ask.engine_wait))
         validate(request)
-        with self._asking(route) as channel:
-            call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=_time_left(ask))
+        with self._watch.asking(route) as channel:
+            call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=ask.time_left)
             try:
                 async for response in call:
                     delta = delta_from_proto(route.engine_id, response)
@@ -326,47 +326,16 @@ class RolloutClient:
                     if delta.ending is not None:
                         return
             except grpc.aio.AioRpcError as error:
-                raise _typed(error, route, ask) from error
+                raise engine_error(error, route, ask) from error
             finally:
                 call.cancel()
         raise e.PeerLost(peer=route.engine_id, cause="the stream ended without a finish")
-
-    @contextlib.contextmanager
-    def _asking(self, route: Route) -> Iterator[grpc.aio.Channel]:
-        """The channel to an engine, with one request more counted on it."""
-        try:
-            with self._watch.table.asking(route), self._connections.use(route.endpoint) as channel:
-                yield channel
-        finally:
-            self._watch.ended()
-
-
-def _engine_wait(ask: Ask) -> float:
-    """Half of the patience left, so that another engine can still be tried after this one."""
-    return max((ask.patience - time.monotonic()) / 2, SHORTEST_WAIT_SECONDS)
-
-
-def _time_left(ask: Ask) -> float:
-    return max(ask.deadline - time.monotonic(), SHORTEST_WAIT_SECONDS)
-
-
-def _typed(error: grpc.aio.AioRpcError, route: Route, ask: Ask) -> e.WeightplaneError:
-    typed = from_rpc_error(error)
-    if not isinstance(typed, RemoteError):
-        return typed
-    if typed.code in ("UNAVAILABLE", "CANCELLED"):
-        return e.PeerLost(peer=f"{route.engine_id} at {route.endpoint}", cause=typed.text)
-    if typed.code == "DEADLINE_EXCEEDED":
-        waited = round(time.monotonic() - ask.started, 1)
-        return e.DeadlineExceeded(phase="generate", waited_for=f"{route.engine_id} to finish", waited_seconds=waited)
-    return typed
 
 
 def _refuse_empty_end(delta: Delta, ask: Ask) -> None:
     """An engine that ends a sample before its first token has lost nothing of it: another one may do it."""
     if delta.ending is None or delta.tokens or ask.has_begun:
         return
-    if delta.ending.finish_reason == "version_changed":
-        raise e.VersionChanged(request_id=ask.assembly.request_id)
-    if delta.ending.finish_reason == "abort":
-        raise e.EngineNotReady(engine_id=delta.engine_id, holds="it aborted the request before its first token")
+    error = nothing_came(delta.engine_id, ask.assembly.request_id, delta.ending.finish_reason, delta.ending.stop_reason)
+    if error is not None:
+        raise error

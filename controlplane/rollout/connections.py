@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import grpc
@@ -18,7 +18,9 @@ from controlplane.rpc.channels import open_channel
 class Connections:
     """Not thread-safe: one event loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, options: Sequence[tuple[str, int]] = ()) -> None:
+        """`options`: of its channels, beside the common ones."""
+        self._options = options
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._users: Counter[str] = Counter()
         self._wanted: frozenset[str] = frozenset()
@@ -28,7 +30,7 @@ class Connections:
     def use(self, endpoint: str) -> Iterator[grpc.aio.Channel]:
         """The channel to `endpoint`, kept open while the block runs."""
         if endpoint not in self._channels:
-            self._channels[endpoint] = open_channel(endpoint)
+            self._channels[endpoint] = open_channel(endpoint, self._options)
         self._users[endpoint] += 1
         try:
             yield self._channels[endpoint]

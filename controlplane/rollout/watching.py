@@ -6,15 +6,14 @@ A coordinator that goes away does not stop rollouts: its last routes stay in for
 from __future__ import annotations
 
 import asyncio
-import contextlib
 
 import grpc
 import structlog
 
 from controlplane.core import errors as e
 from controlplane.core.versions import ModelName, RunId
+from controlplane.rollout.board import RouteBoard
 from controlplane.rollout.connections import Connections
-from controlplane.rollout.routing import RoutingTable
 from controlplane.rollout.wire import routes_from_proto
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
@@ -26,7 +25,7 @@ BACKOFF_SECONDS = 0.1
 BACKOFF_MAX_SECONDS = 2.0
 
 
-class RouteWatch:
+class RouteWatch(RouteBoard):
     """Keeps a routing table true, as far as the coordinator can be heard. One event loop uses it."""
 
     def __init__(
@@ -39,16 +38,11 @@ class RouteWatch:
         include_kept: bool = False,
     ) -> None:
         """`include_kept`: also engines that stay at a version of their own."""
-        self.table = RoutingTable()
-        self.refused: e.WeightplaneError | None = None
-        """An answer that would be the same again: nothing is watched any more."""
+        super().__init__(connections)
         self._coordinator = coordinator
         self._model = model
         self._run_id = run_id
-        self._connections = connections
         self._include_kept = include_kept
-        self._changed = asyncio.Event()
-        self._room = asyncio.Event()
 
     async def run(self) -> None:
         """For ever, over the coordinator's restarts; ends with `refused`."""
@@ -62,42 +56,14 @@ class RouteWatch:
                 try:
                     async for response in stub.WatchRoutes(request):
                         pause = BACKOFF_SECONDS
-                        self._take(response)
+                        self.take(routes_from_proto(response))
                 except grpc.aio.AioRpcError as error:
                     self._lost(from_rpc_error(error))
                 self.table.mark_stale()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, BACKOFF_MAX_SECONDS)
 
-    async def change(self, timeout: float) -> bool:
-        """Whether the routes changed within `timeout` seconds."""
-        try:
-            return await asyncio.wait_for(self._changed.wait(), timeout)
-        except TimeoutError:
-            return False
-
-    async def room(self, timeout: float) -> None:
-        """Wait until a request of this client ended, or the routes changed; at most `timeout` seconds."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), timeout)
-
-    def ended(self) -> None:
-        """A request of this client did: there is room for another."""
-        self._room.set()
-        self._room = asyncio.Event()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-        self.ended()
-
-    def _take(self, response: fleet_pb2.WatchRoutesResponse) -> None:
-        self.table.replace(routes_from_proto(response))
-        self._connections.keep([r.endpoint for r in response.routes])
-        self._wake()
-
     def _lost(self, error: e.WeightplaneError) -> None:
         if isinstance(error, (e.WrongRun, e.FrameInvalid)):
-            self.refused = error
-            self._wake()
+            self.refuse(error)
         log.info("routes_lost", coordinator=self._coordinator, reason=error.reason, text=str(error))

@@ -8,7 +8,7 @@ from controlplane.rollout.sample import Delta, Ending, Span
 from controlplane.rpc.codec import commit_from_proto, routed_from_proto, version_from_proto
 from weightplane.v1 import fleet_pb2, rollout_pb2
 
-_FINISH = {
+FINISH_REASONS = {
     rollout_pb2.FINISH_REASON_STOP: "stop",
     rollout_pb2.FINISH_REASON_LENGTH: "length",
     rollout_pb2.FINISH_REASON_ABORT: "abort",
@@ -52,7 +52,7 @@ def delta_from_proto(engine_id: EngineId, response: rollout_pb2.GenerateResponse
 
 def _ending(finish: rollout_pb2.Finish) -> Ending:
     return Ending(
-        finish_reason=_FINISH.get(finish.reason, "abort"),
+        finish_reason=FINISH_REASONS.get(finish.reason, "abort"),
         stop_reason=finish.stop_reason,
         spans=tuple(Span(version_from_proto(s.version), s.start, s.end) for s in finish.spans),
         prompt_tokens=finish.prompt_tokens,

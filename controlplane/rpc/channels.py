@@ -6,6 +6,8 @@ Names were checked against behaviour: a misspelt option is ignored in silence, s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import grpc
 
 KEEPALIVE_SECONDS = 10
@@ -44,8 +46,14 @@ SERVER_OPTIONS = [
     # Else clients that ping as above are sent away with too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", PING_TIMEOUT_SECONDS * 1000),
 ]
+SMALL_WINDOWS = (
+    # Else a stream's window grows to megabytes, which lie here while whoever they are for reads nothing.
+    ("grpc.http2.bdp_probe", 0),
+)
+"""For who hands messages on: what it holds of a stream stays at HTTP/2's 64 KiB."""
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port` (IPv6 hosts in brackets). It connects on first use and reconnects by itself."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def open_channel(target: str, more: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
+    """A channel to `host:port` (IPv6 hosts in brackets). It connects on first use and reconnects by itself. `more`:
+    options beside the common ones."""
+    return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *more])

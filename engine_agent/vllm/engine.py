@@ -213,6 +213,17 @@ class VllmEngine:
         # the salt keeps prefixes of different versions apart even if a cache were not cleared
         return self._streams.run(self._core, request_id, prompt_token_ids, sampling, self._label)
 
+    def generate_native(
+        self, request_id: str, prompt: Mapping[str, Any], params: Any, how: Mapping[str, Any]
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """The same in vLLM's own words, for its API app. `how`: further arguments of its `add_request`."""
+        return self._streams.run_native(self._core, request_id, prompt, params, self._label, how)
+
+    @property
+    def llm(self) -> Any:
+        """vLLM's object, to read from: configuration, tokenizer, tasks. Raises EngineDied."""
+        return self._core.llm
+
     async def quiesce(self) -> LiveRequests:
         core = self._core
         limit = self._settings.call_timeout_seconds

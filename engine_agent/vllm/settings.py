@@ -72,6 +72,9 @@ class VllmSettings:
     shutdown_timeout_seconds: float = 5.0
     """For the engine's own way out, before its processes are killed. An engine has nothing that a kill would lose."""
     log_level: str = "INFO"
+    load_tokenizer: bool = False
+    """Load the model's tokenizer, as the OpenAI door needs it, which sets this by itself. Rollouts are token ids either
+    way; the tokenizer's own end token then ends them too."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More fields of vLLM's AsyncEngineArgs, passed through; see OWN_ARGUMENTS for those that may not be set."""
 
@@ -125,7 +128,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool, nodes: Nodes | None =
         "enable_prefix_caching": settings.enable_prefix_caching,
         "enforce_eager": settings.enforce_eager if settings.enforce_eager is not None else not gpu,
         "disable_log_stats": True,
-        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "skip_tokenizer_init": not settings.load_tokenizer,  # tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # what was sampled from, which is what a policy gradient needs
         "scheduling_policy": "priority",  # lets the canary go before kept requests; equal priorities are first come
         "weight_transfer_config": {"backend": "weightplane"},

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import typing
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -94,19 +95,39 @@ class Streams:
             if stream.collector is not None:
                 stream.collector.put(error)
 
-    async def run(
+    def run(
         self, core: Core, request_id: str, prompt: Sequence[int], sampling: SamplingSettings, salt: str
     ) -> AsyncGenerator[GenerationDelta, None]:
         """The deltas of one request. Ending early, in any way, aborts it in the engine."""
+        admit = partial(_admit, core, request_id, prompt, sampling, salt)
+        first_routed = int(sampling.extra.get("routed_experts_prompt_start", 0))
+        return self._run(core, request_id, admit, _delta, first_routed)
+
+    def run_native(
+        self, core: Core, request_id: str, prompt: Mapping[str, Any], params: Any, salt: str, how: Mapping[str, Any]
+    ) -> AsyncGenerator[GenerationDelta, None]:
+        """The same for a request in vLLM's own words; each delta has vLLM's output beside it. `params` must ask for
+        deltas, with every token: what is kept back is on no side of a border (INV-11)."""
+        admit = partial(_admit_native, core, request_id, prompt, params, salt, how)
+        return self._run(core, request_id, admit, _native_delta)
+
+    async def _run(
+        self,
+        core: Core,
+        request_id: str,
+        admit: Callable[[], Awaitable[Any]],
+        read: Callable[[Any, Stream], GenerationDelta],
+        first_routed: int = 0,
+    ) -> AsyncGenerator[GenerationDelta, None]:
         if request_id in self._live:
             raise InvalidRequest("request_id", f"{request_id} is running")
         core.raise_if_dead()
-        stream = self._live[request_id] = Stream(int(sampling.extra.get("routed_experts_prompt_start", 0)))
+        stream = self._live[request_id] = Stream(first_routed)
         finished = False
         try:
-            stream.collector = await _admit(core, request_id, prompt, sampling, salt)
+            stream.collector = await admit()
             while not finished:
-                delta = await _next_delta(core, stream)
+                delta = await _next_delta(core, stream, read)
                 finished = delta.finish_reason is not None
                 if finished:
                     del self._live[request_id]
@@ -118,16 +139,25 @@ class Streams:
 
 
 async def _admit(core: Core, request_id: str, prompt: Sequence[int], sampling: SamplingSettings, salt: str) -> Any:
-    from vllm.exceptions import VLLMClientError
     from vllm.inputs.engine import tokens_input
 
+    salted = tokens_input(list(prompt), cache_salt=salt or None)
+    return await _add(core, request_id, salted, sampling_params(sampling), {"priority": sampling.priority})
+
+
+async def _admit_native(
+    core: Core, request_id: str, prompt: Mapping[str, Any], params: Any, salt: str, how: Mapping[str, Any]
+) -> Any:
+    """A caller's own salt keeps its prefixes apart within a version."""
+    salts = [text for text in (salt, prompt.get("cache_salt")) if text]
+    return await _add(core, request_id, {**prompt, "cache_salt": "/".join(salts) or None}, params, how)
+
+
+async def _add(core: Core, request_id: str, prompt: Any, params: Any, how: Mapping[str, Any]) -> Any:
+    from vllm.exceptions import VLLMClientError
+
     try:
-        return await core.llm.add_request(
-            request_id,
-            tokens_input(list(prompt), cache_salt=salt or None),
-            sampling_params(sampling),
-            priority=sampling.priority,
-        )
+        return await core.llm.add_request(request_id, prompt, params, **how)
     except (VLLMClientError, ValueError) as e:  # some of its checks of a request raise plain ValueErrors
         raise InvalidRequest("request", str(e)) from e
     except Exception as e:
@@ -136,14 +166,14 @@ async def _admit(core: Core, request_id: str, prompt: Sequence[int], sampling: S
         raise
 
 
-async def _next_delta(core: Core, stream: Stream) -> GenerationDelta:
+async def _next_delta(core: Core, stream: Stream, read: Callable[[Any, Stream], GenerationDelta]) -> GenerationDelta:
     try:
         output = stream.collector.get_nowait() or await stream.collector.get()
     except Exception as e:
         if is_death(e):
             raise core.died(str(e)) from e
         raise
-    delta = _delta(output, stream)
+    delta = read(output, stream)
     stream.count += len(delta.token_ids)
     return delta
 
@@ -152,7 +182,6 @@ def _delta(output: Any, stream: Stream) -> GenerationDelta:
     choice = output.outputs[0]
     scores, stream.scored = _scores(output, stream), stream.scored or bool(output.prompt_logprobs)
     entries = choice.logprobs or ()
-    spans = tuple((s.version, s.start, s.end) for s in choice.weight_versions or ())
     return GenerationDelta(
         token_ids=tuple(choice.token_ids),
         logprobs=tuple(entry[token].logprob for token, entry in zip(choice.token_ids, entries, strict=bool(entries))),
@@ -160,10 +189,27 @@ def _delta(output: Any, stream: Stream) -> GenerationDelta:
         stop_reason=_stop_reason(choice),
         cached_prompt_tokens=output.num_cached_tokens or 0,
         prompt_logprobs=scores,
-        engine_spans=spans,
+        engine_spans=_spans(choice),
         sampling_mask=_masks(choice),
         routed_experts=_routed(output, stream.count + len(choice.token_ids), stream.first_routed),
     )
+
+
+def _native_delta(output: Any, stream: Stream) -> GenerationDelta:
+    """What borders and spans need; the rest is in vLLM's own output."""
+    choice = output.outputs[0]
+    return GenerationDelta(
+        token_ids=tuple(choice.token_ids),
+        logprobs=(),
+        finish_reason=FINISH_REASONS.get(choice.finish_reason, choice.finish_reason),
+        stop_reason=_stop_reason(choice),
+        engine_spans=_spans(choice),
+        native=output,
+    )
+
+
+def _spans(choice: Any) -> tuple[tuple[str, int, int], ...]:
+    return tuple((s.version, s.start, s.end) for s in choice.weight_versions or ())
 
 
 def _masks(choice: Any) -> tuple[tuple[int, ...], ...]:

@@ -77,6 +77,8 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
     requests: list[rollout_pb2.GenerateRequest] = field(default_factory=list)
     running: int = 0
     peak: int = 0
+    said: int = 0
+    """Messages that it has got rid of."""
 
     def route(self) -> fleet_pb2.Route:
         return fleet_pb2.Route(
@@ -96,6 +98,7 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
         try:
             async for response in self.script(request):
                 yield response
+                self.said += 1
         finally:
             self.running -= 1
 
@@ -108,7 +111,9 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
         return rollout_pb2.ScoreResponse(logprobs=scored, version=version_to_proto(self.applied))
 
     async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
-        raise NotImplementedError
+        """Says that it ended all that are its own requests' names."""
+        asked = {r.request_id for r in self.requests}
+        return rollout_pb2.AbortResponse(request_ids=[name for name in request.request_ids if name in asked])
 
 
 def new_fleet(run_id: str = RUN) -> FakeFleet:

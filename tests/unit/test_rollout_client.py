@@ -231,6 +231,17 @@ async def test_another_engine_is_tried_when_one_aborts_before_its_first_token(wo
     assert (await world.generate()).engine_id == "b"
 
 
+async def test_a_sample_that_its_caller_ended_before_its_first_token_is_asked_of_nobody_else(world: World) -> None:
+    await world.start()
+    second = await world.engine("b", GOOD, live_requests=9)
+    world.fleet.publish(await world.engine("a", says(finish(reason="ABORT", stop_reason="aborted"))), second)
+
+    sample = await world.generate()
+
+    assert (sample.tokens, sample.finish_reason, sample.stop_reason) == ((), "abort", "aborted")
+    assert not second.requests
+
+
 async def test_another_engine_is_tried_when_nobody_answers_at_an_endpoint(world: World) -> None:
     await world.start()
     gone = FakeEngine("a", GOOD, endpoint="127.0.0.1:1")

@@ -78,7 +78,7 @@ class GenerateRequest(_message.Message):
     priority: _builtins.int
     """Which requests the engine takes first; lower goes before, as vLLM has it."""
     session_id: _builtins.str
-    """Requests of one conversation: clients send them to one engine, which has their prefix. For logs here."""
+    """Requests of one conversation: clients and the coordinator send them to one engine, which has their prefix. For logs here."""
     @_builtins.property
     def prompt_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt. Each id is checked against the vocabulary."""

@@ -26,7 +26,9 @@ if _version_not_supported:
 
 
 class RolloutStub:
-    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`.
+    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`. Served by the coordinator too, for
+    grpcurl and simple clients: a bounded number of calls at once is passed on to engines, whose words come back as they are.
+    Until something was handed on another engine is asked after each error below that allows it, within `wait`.
     """
 
     def __init__(self, channel):
@@ -53,7 +55,9 @@ class RolloutStub:
 
 
 class RolloutServicer:
-    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`.
+    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`. Served by the coordinator too, for
+    grpcurl and simple clients: a bounded number of calls at once is passed on to engines, whose words come back as they are.
+    Until something was handed on another engine is asked after each error below that allows it, within `wait`.
     """
 
     def Generate(self, request, context):
@@ -70,7 +74,10 @@ class RolloutServicer:
         die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
         metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
         LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
-        but INVALID_REQUEST.
+        but INVALID_REQUEST. From the coordinator also: LIMIT_EXCEEDED (its calls at once; ask engines, or later),
+        DEADLINE_EXCEEDED (no engine was routable within `wait`), PEER_LOST (the engine went away after its first token),
+        COORDINATOR_RECOVERING, LEDGER_REGRESSED (no engine has reported since its restart), REQUEST_ABORTED (by name, before
+        the first token).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -90,7 +97,8 @@ class RolloutServicer:
     def Abort(self, request, context):
         """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
 
-        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
+        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
+        model that it hears of, and says PEER_LOST if one of them did not answer: ask again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -123,7 +131,9 @@ def add_RolloutServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Rollout:
-    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`.
+    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`. Served by the coordinator too, for
+    grpcurl and simple clients: a bounded number of calls at once is passed on to engines, whose words come back as they are.
+    Until something was handed on another engine is asked after each error below that allows it, within `wait`.
     """
 
     @staticmethod

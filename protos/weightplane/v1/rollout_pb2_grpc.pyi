@@ -27,7 +27,10 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutStub:
-    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`."""
+    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`. Served by the coordinator too, for
+    grpcurl and simple clients: a bounded number of calls at once is passed on to engines, whose words come back as they are.
+    Until something was handed on another engine is asked after each error below that allows it, within `wait`.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
@@ -47,7 +50,10 @@ class RolloutStub:
     die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
     metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
     LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
-    but INVALID_REQUEST.
+    but INVALID_REQUEST. From the coordinator also: LIMIT_EXCEEDED (its calls at once; ask engines, or later),
+    DEADLINE_EXCEEDED (no engine was routable within `wait`), PEER_LOST (the engine went away after its first token),
+    COORDINATOR_RECOVERING, LEDGER_REGRESSED (no engine has reported since its restart), REQUEST_ABORTED (by name, before
+    the first token).
     """
     Score: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]
     """The log probability of each of the given tokens: for teachers and references, distillation and KL.
@@ -59,12 +65,16 @@ class RolloutStub:
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
     """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
 
-    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
+    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
+    model that it hears of, and says PEER_LOST if one of them did not answer: ask again.
     """
 
 @_typing.type_check_only
 class RolloutAsyncStub(RolloutStub):
-    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`."""
+    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`. Served by the coordinator too, for
+    grpcurl and simple clients: a bounded number of calls at once is passed on to engines, whose words come back as they are.
+    Until something was handed on another engine is asked after each error below that allows it, within `wait`.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
@@ -81,7 +91,10 @@ class RolloutAsyncStub(RolloutStub):
     die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
     metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
     LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
-    but INVALID_REQUEST.
+    but INVALID_REQUEST. From the coordinator also: LIMIT_EXCEEDED (its calls at once; ask engines, or later),
+    DEADLINE_EXCEEDED (no engine was routable within `wait`), PEER_LOST (the engine went away after its first token),
+    COORDINATOR_RECOVERING, LEDGER_REGRESSED (no engine has reported since its restart), REQUEST_ABORTED (by name, before
+    the first token).
     """
     Score: _aio.UnaryUnaryMultiCallable[_rollout_pb2.ScoreRequest, _rollout_pb2.ScoreResponse]  # type: ignore[assignment]
     """The log probability of each of the given tokens: for teachers and references, distillation and KL.
@@ -93,11 +106,15 @@ class RolloutAsyncStub(RolloutStub):
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
     """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
 
-    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
+    Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
+    model that it hears of, and says PEER_LOST if one of them did not answer: ask again.
     """
 
 class RolloutServicer(metaclass=_abc_1.ABCMeta):
-    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`."""
+    """Served by each engine agent; called by rollout code, mostly through `RolloutClient`. Served by the coordinator too, for
+    grpcurl and simple clients: a bounded number of calls at once is passed on to engines, whose words come back as they are.
+    Until something was handed on another engine is asked after each error below that allows it, within `wait`.
+    """
 
     @_abc_1.abstractmethod
     def Generate(
@@ -118,7 +135,10 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         die of or change in silence), WRONG_RUN, WRONG_MODEL, VERSION_UNAVAILABLE (the pin was not met within `wait`;
         metadata `wanted`, `applied`), ENGINE_POISONED, ENGINE_NOT_READY (gate shut for all of `wait`),
         LIMIT_EXCEEDED (too many waiting), ENGINE_DIED, SPAN_MISMATCH. Another engine may be tried after each of them
-        but INVALID_REQUEST.
+        but INVALID_REQUEST. From the coordinator also: LIMIT_EXCEEDED (its calls at once; ask engines, or later),
+        DEADLINE_EXCEEDED (no engine was routable within `wait`), PEER_LOST (the engine went away after its first token),
+        COORDINATOR_RECOVERING, LEDGER_REGRESSED (no engine has reported since its restart), REQUEST_ABORTED (by name, before
+        the first token).
         """
 
     @_abc_1.abstractmethod
@@ -142,7 +162,8 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_rollout_pb2.AbortResponse, _abc.Awaitable[_rollout_pb2.AbortResponse]]:
         """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
 
-        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL.
+        Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
+        model that it hears of, and says PEER_LOST if one of them did not answer: ask again.
         """
 
 def add_RolloutServicer_to_server(servicer: RolloutServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
