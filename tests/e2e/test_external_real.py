@@ -1,5 +1,5 @@
-"""A real vLLM API server, started by nobody of ours, serves three versions of a real trainer's rank as they were pushed;
-what becomes of it when the server is replaced, or another writes to it."""
+"""A real vLLM API server that nobody of ours started serves three versions as a real rank pushed them; and what
+becomes of it when the server is replaced, or another writes to it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,7 +51,7 @@ class Rig:
         return int(self.ends[-1]["number"])
 
     @property
-    def ends(self) -> list[dict[str, object]]:
+    def ends(self) -> list[dict[str, Any]]:
         return [line for line in self.rank.lines if line["event"] in ("pushed", "failed")]
 
     async def says(self) -> tuple[list[int], list[Span]]:
