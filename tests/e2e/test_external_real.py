@@ -13,14 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
+from controlplane.core.sampling import SamplingSettings
 from engine_agent.agent import EngineSettings, run_engine
-from engine_agent.external.settings import ExternalSettings
+from engine_agent.engine import GenerationDelta
+from engine_agent.external.engine import ExternalEngine, ExternalSettings
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.ports import free_port
 from tests.support.reference import Reference
 from tests.support.samples import Span, greedy
+from tests.support.staging import stage
 from tests.support.tiny_model import make_tiny_model
 from tests.support.told_rank import Order, weights
 from tests.support.toy_trainer import RankProcess, toy_trainer
@@ -158,3 +162,43 @@ async def test_three_pushes_are_served_as_pushed_and_a_server_that_was_replaced_
 
 async def _another(rig: Rig, incarnation: str) -> bool:
     return (await rig.view()).status.engine.incarnation != incarnation
+
+
+async def test_without_our_routes_in_it_a_server_ends_requests_at_an_install_and_serves_the_same(
+    tmp_path: Path,
+) -> None:
+    model, other = make_tiny_model(tmp_path / "model", 0), make_tiny_model(tmp_path / "other", 1)
+    server = VllmServer(model, free_port(), tmp_path / "server.log", {"VLLM_PLUGINS": None})
+    engine = ExternalEngine(ExternalSettings(server.url, model), "e0")
+    try:
+        await server.start()
+        await engine.start()
+        for label, which in (("1", model), ("2", other)):
+            await engine.quiesce()
+            with stage(load_file(which / "model.safetensors"), label) as staged:
+                await engine.install(staged)
+            await engine.canary()
+            await engine.resume()
+            said = await collect(engine, f"r{label}", COUNT)
+            expected = Reference(model).greedy(load_file(which / "model.safetensors"), PROMPT, COUNT)[0]
+            assert [t for d in said for t in d.token_ids] == expected
+        running: list[GenerationDelta] = []
+        task = asyncio.create_task(collect(engine, "long", LONG, running))
+        await eventually(lambda: len(running) > 5)
+        assert (await engine.quiesce()).token_counts == {}
+        await task
+        count = sum(len(d.token_ids) for d in running)
+        assert running[-1].finish_reason == "abort"
+        assert running[-1].engine_spans == (("2", 0, count),)
+    finally:
+        await engine.shutdown()
+        server.kill()
+
+
+async def collect(
+    engine: ExternalEngine, name: str, count: int, into: list[GenerationDelta] | None = None
+) -> list[GenerationDelta]:
+    found = [] if into is None else into
+    async for delta in engine.generate(name, PROMPT, SamplingSettings(count, temperature=0.0, ignore_eos=True)):
+        found.append(delta)
+    return found

@@ -32,8 +32,8 @@ SMALL = (
 class VllmServer:
     """One server; `start` again after `kill` is another one at the same address."""
 
-    def __init__(self, model: Path, port: int, log: Path, environment: Mapping[str, str] | None = None) -> None:
-        """`environment`: over what such a server needs."""
+    def __init__(self, model: Path, port: int, log: Path, environment: Mapping[str, str | None] | None = None) -> None:
+        """`environment`: over what such a server needs; None takes a variable away."""
         self.url = f"http://127.0.0.1:{port}"
         self._model = model
         self._port = port
@@ -64,11 +64,12 @@ class VllmServer:
             **agent_identity(),
             **self._environment,
         }
+        given = {name: value for name, value in environment.items() if value is not None}
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self._model)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(self._port), *FLAGS, *SMALL],
-                env=environment,
+                env=given,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
