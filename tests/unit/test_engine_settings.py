@@ -66,7 +66,7 @@ def test_an_external_engine_is_an_address_and_the_directory_of_its_model(tmp_pat
 
 
 def test_an_external_engine_without_its_address_says_what_is_missing() -> None:
-    with pytest.raises(EngineDied, match="settings under .external.: url, model"):
+    with pytest.raises(EngineDied, match=r"settings under \[external\]: url, model"):
         _new_engine(settings("backend=external"), None)
 
 
