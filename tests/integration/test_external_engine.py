@@ -499,6 +499,18 @@ async def test_inv1_with_handles_too_the_version_moves_on_200_and_not_on_500_and
     assert server.label.startswith("mixture.")
 
 
+async def test_inv4_a_session_of_handles_that_nobody_ended_keeps_the_next_agent_from_that_server(
+    server: RecordingServer, ipc: Any
+) -> None:
+    engine: ExternalEngine = await ipc()
+    await put_handles(engine, "7")
+    server.cut.add("/update_weights")
+    with pytest.raises(EngineDied):
+        await put_handles(engine, "8")
+    with pytest.raises(EngineDied, match="no way back: start it anew"):
+        await ipc()
+
+
 async def test_inv1_handles_that_did_not_all_come_make_no_version(server: RecordingServer, ipc: Any) -> None:
     engine: ExternalEngine = await ipc()
     await engine.quiesce()
