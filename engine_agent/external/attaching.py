@@ -1,19 +1,28 @@
 """What a running server says of itself, and whether it can be an engine.
 
-Promises that every reason why it cannot is found before anything of it is changed, and names what to start it with.
+Promises that every reason why it cannot is found before anything of it is changed, and names what to start it with;
+and that no label which is found there is adopted (INV-1).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from controlplane.core.errors import EngineDied
+from controlplane.core.names import device_uuid
+from engine_agent.external.receipts import UNSET
 from engine_agent.external.server import Server, ServerRefused
 from engine_agent.external.settings import ExternalSettings
 from engine_agent.external.streams import GENERATE
+from engine_agent.vllm.install import MIXTURE
 from engine_agent.vllm.likeness import likeness_of
+
+POLL_SECONDS = 0.5
+"""Between looks at whether the server is there."""
 
 
 class Unfit(ValueError):
@@ -34,6 +43,54 @@ class ServerFacts:
     keeps: bool
     """It has the package's routes: it tells which tokens are out, so requests can be kept over an install."""
     likeness: str
+
+
+async def wait_for_server(settings: ExternalSettings, engine_id: str) -> None:
+    """Until it answers. A look of its own each time: a server that is not there yet is none that died.
+
+    Raises Unfit: not within the limit.
+    """
+    limit, cause = settings.start_timeout_seconds, ""
+    try:
+        async with asyncio.timeout(limit):
+            while True:
+                look = Server(settings.url, engine_id, lambda _: None)
+                try:
+                    await look.call("GET", "/version")
+                    return
+                except (EngineDied, ServerRefused) as error:
+                    cause = str(error)
+                finally:
+                    await look.close()
+                await asyncio.sleep(POLL_SECONDS)
+    except TimeoutError:
+        raise Unfit(f"it did not answer within {limit} s: {cause}") from None
+
+
+async def take(server: Server, settings: ExternalSettings) -> None:
+    """Make it this agent's: it stands still, under a label that no other agent made. Raises Unfit, EngineDied."""
+    shown = await server.llm.label()
+    if settings.transfer == "ipc" and shown.partition(".")[0] == MIXTURE:
+        raise Unfit("an update of its weights broke off, and vLLM's IPC engine has no way back: start it anew")
+    await server.llm.pause("abort")
+    await server.llm.update_weight_version(UNSET)
+
+
+async def devices_of(server: Server, settings: ExternalSettings) -> tuple[str, ...]:
+    """One per worker, in rank order. Raises Unfit, EngineDied."""
+    if settings.device_uuids:
+        if len(settings.device_uuids) != server.world_size:
+            raise Unfit(f"it has {server.world_size} workers, the settings name {len(settings.device_uuids)} devices")
+        return tuple(device_uuid(text) for text in settings.device_uuids)
+    try:
+        workers = await server.collect("weightplane_facts", settings.call_timeout_seconds)
+    except ServerRefused as refused:
+        raise Unfit(
+            "its workers do not know this package: install it there, and start it with "
+            "--worker-extension-cls engine_agent.vllm.worker.WorkerExtension"
+        ) from refused
+    found = (w["device_uuid"] or f"cpu-{server.engine_id}-{w['rank']}" for w in workers)
+    return tuple(device_uuid(text) for text in found)
 
 
 async def read_facts(server: Server, settings: ExternalSettings) -> ServerFacts:

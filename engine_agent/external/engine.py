@@ -27,12 +27,10 @@ from controlplane.core.errors import (
     UnsupportedByEngine,
 )
 from controlplane.core.layout import Layout
-from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import EngineFacts, GenerationDelta, InstallReport, LiveRequests, StagedPart, StagedWeights
-from engine_agent.external.attaching import ServerFacts, Unfit, read_facts
+from engine_agent.external.attaching import ServerFacts, Unfit, devices_of, read_facts, take, wait_for_server
 from engine_agent.external.ipc import IpcInstaller, TensorHandle
-from engine_agent.external.receipts import UNSET
 from engine_agent.external.server import Server, ServerRefused
 from engine_agent.external.settings import ExternalSettings
 from engine_agent.external.streams import Streams, prompt_scores, request_body, spoken_logprobs
@@ -46,8 +44,6 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.002
 """Between looks at whether the last tokens came."""
-SERVER_POLL_SECONDS = 0.5
-"""Between looks at whether the server is there."""
 
 _numbers = itertools.count(1)
 
@@ -79,65 +75,19 @@ class ExternalEngine:
         server = self._server_or_none = Server(self._settings.url, self._engine_id, self._on_death)
         self._streams_or_none = Streams(server, server.llm.receipts.label_of)
         try:
-            await self._wait_for_server()
+            await wait_for_server(self._settings, self._engine_id)
             found = await self._ask(read_facts(server, self._settings), "what the server is")
             server.world_size, self._keeps = found.world_size, found.keeps
-            uuids = await self._device_uuids()
+            uuids = await self._ask(devices_of(server, self._settings), "the workers' devices")
             expected = expected_of(tensors, model, found.dtype)
             kind = IpcInstaller if self._settings.transfer == "ipc" else Installer
             self._installer_or_none = kind(server, uuids, expected, self._settings.install_timeout_seconds)
-            await self._take()
+            await self._ask(take(server, self._settings), "attaching")
+            await self._installer.close_session()
         except (Unfit, ServerRefused, DeadlineExceeded) as error:
             raise server.died(f"the server at {self._settings.url}: {error}") from error
         self._facts = self._facts_of(found, model, uuids)
         return self._facts
-
-    async def _wait_for_server(self) -> None:
-        """Until it answers. A look of its own each time: a server that is not there yet is no server that died."""
-        limit = self._settings.start_timeout_seconds
-        cause = ""
-        try:
-            async with asyncio.timeout(limit):
-                while True:
-                    look = Server(self._settings.url, self._engine_id, lambda _: None)
-                    try:
-                        await look.call("GET", "/version")
-                        return
-                    except (EngineDied, ServerRefused) as error:
-                        cause = str(error)
-                    finally:
-                        await look.close()
-                    await asyncio.sleep(SERVER_POLL_SECONDS)
-        except TimeoutError:
-            raise self._server.died(f"no server at {self._settings.url} within {limit} s: {cause}") from None
-
-    async def _take(self) -> None:
-        """Make it this agent's: it stands still, under a label that no other agent made, with no session open."""
-        server = self._server
-        shown = await self._ask(server.llm.label(), "label")
-        if self._settings.transfer == "ipc" and shown.partition(".")[0] == MIXTURE:
-            raise Unfit("an update of its weights broke off, and vLLM's IPC engine has no way back: start it anew")
-        await self._ask(server.llm.pause("abort"), "pause")
-        await self._ask(server.llm.update_weight_version(UNSET), "label")
-        await self._installer.close_session()
-        await self._ask(server.llm.check_label(), "label")
-
-    async def _device_uuids(self) -> tuple[str, ...]:
-        world = self._server.world_size
-        if self._settings.device_uuids:
-            uuids = tuple(device_uuid(text) for text in self._settings.device_uuids)
-            if len(uuids) != world:
-                raise Unfit(f"it has {world} workers, the settings name {len(uuids)} devices")
-            return uuids
-        try:
-            workers = await self._server.collect("weightplane_facts", self._settings.call_timeout_seconds)
-        except ServerRefused as refused:
-            raise Unfit(
-                "its workers do not know this package: install it there, and start it with "
-                "--worker-extension-cls engine_agent.vllm.worker.WorkerExtension"
-            ) from refused
-        found = (w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
-        return tuple(device_uuid(text) for text in found)
 
     def _facts_of(self, found: ServerFacts, model: ModelFacts, uuids: tuple[str, ...]) -> EngineFacts:
         more = {"prefix_cache": found.prefix_cache}

@@ -66,8 +66,8 @@ class Rig:
         return Reference(self.model).greedy(weights(self.model, Order(seed)), PROMPT, COUNT)[0]
 
     async def is_shut(self) -> bool:
-        view = await self.view()
-        return not view.routable and not view.status.HasField("applied")
+        """By what the agent says itself, and by where the fleet sends requests."""
+        return await self.fleet.applied("e0") is None and not (await self.view()).routable
 
     async def serves(self, number: int) -> bool:
         view = await self.view()

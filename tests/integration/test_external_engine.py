@@ -149,7 +149,7 @@ async def test_a_route_that_is_missing_is_named_with_what_opens_it(
 async def test_a_server_that_is_not_there_yet_is_waited_for_and_no_longer_than_the_limit(model: Path) -> None:
     settings = ExternalSettings(f"http://127.0.0.1:{free_port()}", model, start_timeout_seconds=0.8)
     engine = ExternalEngine(settings, "e0")
-    with pytest.raises(EngineDied, match=r"no server at .* within 0.8 s"):
+    with pytest.raises(EngineDied, match=r"the server at .* did not answer within 0.8 s"):
         await engine.start()
     await engine.shutdown()
 
