@@ -134,6 +134,9 @@ def check_config(config: Mapping[str, Any], environment: Mapping[str, Any], sett
         "--api-server-count 1": parallel.get("_api_process_count", 1) == 1,
         "--max-num-seqs 2 or more": scheduler["max_num_seqs"] > 1,
         "no --speculative-config": not config.get("speculative_config"),
+        "no --kv-transfer-config": not config.get(
+            "kv_transfer_config"
+        ),  # what a connector keeps may outlive an install
     }
     missing = [flag for flag, there in wanted.items() if not there]
     if missing:

@@ -114,6 +114,8 @@ async def test_inv1_a_label_that_is_found_there_is_written_over_and_the_server_s
         ("parallel_config.data_parallel_size", 2, "--data-parallel-size 1"),
         ("parallel_config._api_process_count", 2, "--api-server-count 1"),
         ("weight_transfer_config.backend", "nccl", """--weight-transfer-config '{"backend": "weightplane"}'"""),
+        ("speculative_config.method", "ngram", "no --speculative-config"),
+        ("kv_transfer_config.kv_connector", "ExampleConnector", "no --kv-transfer-config"),
         ("model_config.model", "/elsewhere", "it loaded /elsewhere, the settings say"),
     ],
 )
@@ -121,7 +123,7 @@ async def test_a_server_that_was_started_otherwise_is_left_as_it_is_and_the_text
     server: RecordingServer, attach: Any, where: str, found: Any, advice: str
 ) -> None:
     section, _, name = where.partition(".")
-    server.config[section][name] = found
+    server.config[section] = {**(server.config[section] or {}), name: found}
     with pytest.raises(EngineDied) as refusal:
         await attach()
     assert advice in str(refusal.value)

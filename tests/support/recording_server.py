@@ -36,6 +36,7 @@ def good_config(model: str, backend: str = "weightplane") -> dict[str, Any]:
         "device_config": {"device": "cpu"},
         "weight_transfer_config": {"backend": backend},
         "speculative_config": None,
+        "kv_transfer_config": None,
     }
 
 
