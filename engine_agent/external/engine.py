@@ -198,6 +198,9 @@ class ExternalEngine:
             raise InstallTimedOut(self._engine_id, label, limit) from late
         except ServerRefused as refused:  # also the way back was refused
             raise self._server.died(f"the install of {label} ended unknown: {refused}") from refused
+        except asyncio.CancelledError:
+            self._server.died(f"the install of {label} was broken off, and may still be running")
+            raise
         except InstallFailed as failed:
             if failed.touched and self._settings.transfer == "ipc":  # no later update is known to heal it
                 raise self._server.died(f"{failed.cause}; the server must be started anew") from failed

@@ -89,7 +89,8 @@ class Server:
         """The answer's JSON; None where it has none. Raises EngineDied, ServerRefused."""
         self.raise_if_dead()
         try:
-            async with self.http.request(method, path, json=json) as answer:
+            # A redirect is a refusal: what goes over loopback is not sent on to elsewhere.
+            async with self.http.request(method, path, json=json, allow_redirects=False) as answer:
                 if answer.status != 200:
                     raise ServerRefused(path, answer.status, await answer.text(errors="replace"))
                 return await answer.json() if answer.content_type == "application/json" else None

@@ -81,7 +81,7 @@ class Streams:
 
     async def _streamed(self, body: dict[str, Any]) -> AsyncGenerator[GenerationDelta, None]:
         try:
-            async with self._server.http.post(GENERATE, json=body | {"stream": True}) as answer:
+            async with self._server.http.post(GENERATE, json=body | {"stream": True}, allow_redirects=False) as answer:
                 await _require_accepted(answer, body["request_id"])
                 while line := await self._or_death(body["request_id"], answer.content.readline()):
                     payload = line.removeprefix(b"data: ").strip()
@@ -101,7 +101,7 @@ class Streams:
     async def ask(self, body: dict[str, Any]) -> dict[str, Any]:
         """One whole answer. Raises InvalidRequest, RequestAborted, EngineDied."""
         try:
-            async with self._server.http.post(GENERATE, json=body) as answer:
+            async with self._server.http.post(GENERATE, json=body, allow_redirects=False) as answer:
                 await _require_accepted(answer, body["request_id"])
                 whole: dict[str, Any] = await answer.json()
                 return whole

@@ -237,6 +237,19 @@ async def test_inv4_an_install_without_an_answer_has_no_outcome_and_ends_this_li
     await put(again, "8")
 
 
+async def test_inv4_an_install_that_was_broken_off_ends_this_life(server: RecordingServer, attach: Any) -> None:
+    engine = await attach()
+    server.hold["/update_weights"] = asyncio.Event()
+    installing = asyncio.create_task(put(engine, "7"))
+    await eventually(lambda: bool(server.posted("/update_weights")))
+    installing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await installing
+    with pytest.raises(EngineDied, match="broken off"):
+        await engine.probe()
+    server.hold["/update_weights"].set()
+
+
 @pytest.mark.parametrize("path", ["/update_weights", FINISH])
 async def test_inv1_a_connection_that_breaks_in_an_install_ends_this_life(
     server: RecordingServer, attach: Any, path: str
@@ -550,6 +563,17 @@ async def test_staged_bytes_do_not_go_into_a_server_for_handles(server: Recordin
     with pytest.raises(InstallFailed, match="no staged bytes") as failure:
         await put(engine, "7")
     assert not failure.value.touched
+
+
+async def test_s1_a_server_that_sends_the_agent_elsewhere_is_not_obeyed(
+    server: RecordingServer, ipc: Any, model: Path
+) -> None:
+    engine: ExternalEngine = await ipc()
+    async with recording_server(RecordingServer(good_config(str(model)))) as elsewhere:
+        server.redirect["/update_weights"] = f"{elsewhere.url}/update_weights"
+        with pytest.raises(EngineDied, match="307"):
+            await put_handles(engine, "7")
+        assert elsewhere.calls == []
 
 
 async def test_s1_a_server_that_unpickles_nothing_is_told_how_to_be_started(server: RecordingServer, ipc: Any) -> None:

@@ -55,6 +55,8 @@ class RecordingServer:
     """Path and body of each POST, in order."""
     refuse: dict[str, int] = field(default_factory=dict)
     """By path: the status that it is answered with, and nothing is done."""
+    redirect: dict[str, str] = field(default_factory=dict)
+    """By path: where it says that the caller should go instead."""
     hold: dict[str, asyncio.Event] = field(default_factory=dict)
     """By path: the answer comes when it is set; what was asked for is done before."""
     cut: set[str] = field(default_factory=set)
@@ -93,6 +95,8 @@ class RecordingServer:
         body = await request.json() if request.can_read_body else None
         if request.method == "POST":
             self.calls.append((path, body))
+        if path in self.redirect:
+            raise web.HTTPTemporaryRedirect(self.redirect[path])
         if path in self.refuse:
             return web.json_response({"error": {"message": f"{path} was refused"}}, status=self.refuse[path])
         if path == "/inference/v1/generate" and body and "token_ids" in body:
