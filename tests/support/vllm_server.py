@@ -7,6 +7,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,9 @@ class VllmServer:
 
     async def start(self) -> None:
         """Returns when it serves; its end is tied to this process's."""
+        assert entry_points(group="vllm.endpoint_plugins", name="weightplane"), (
+            "install this package anew: pip install -e ."
+        )
         self._launch()
         try:
             await eventually(self._serves, within=START_SECONDS)
