@@ -189,21 +189,21 @@ class ExternalEngine:
 
     async def _in_time(self, work: Callable[[], Awaitable[T]], label: str) -> T:
         """Raises InstallTimedOut, with this life over: what the server holds nobody knows (INV-4)."""
-        limit = self._settings.install_timeout_seconds
+        limit, server = self._settings.install_timeout_seconds, self._server
         try:
             async with asyncio.timeout(limit):
                 return await work()
         except (TimeoutError, DeadlineExceeded) as late:
-            self._server.died(f"the install of {label} did not end within {limit} s, and may still be running")
+            server.died(f"the install of {label} did not end within {limit} s, and may still be running")
             raise InstallTimedOut(self._engine_id, label, limit) from late
         except ServerRefused as refused:  # also the way back was refused
-            raise self._server.died(f"the install of {label} ended unknown: {refused}") from refused
+            raise server.died(f"the install of {label} ended unknown: {refused}") from refused
         except asyncio.CancelledError:
-            self._server.died(f"the install of {label} was broken off, and may still be running")
+            server.died(f"the install of {label} was broken off, and may still be running")
             raise
         except InstallFailed as failed:
             if failed.touched and self._settings.transfer == "ipc":  # no later update is known to heal it
-                raise self._server.died(f"{failed.cause}; the server must be started anew") from failed
+                raise server.died(f"{failed.cause}; the server must be started anew") from failed
             raise
 
     async def clear_caches(self) -> None:
@@ -239,7 +239,7 @@ class ExternalEngine:
         )
         reply = asyncio.ensure_future(self._streams.ask(request_body(name, prompt, sampling, name)))
         try:
-            while self._keeps and not reply.done() and name not in await llm.live():  # noqa: ASYNC110 - as above
+            while self._keeps and not reply.done() and name not in await llm.live():  # noqa: ASYNC110 - HTTP has no event
                 await asyncio.sleep(POLL_SECONDS)
             await llm.resume()
             answer = await reply
