@@ -197,8 +197,8 @@ def _union(hint: Any, value: Any, place: _Place) -> Any:
             return _convert(choice, value, place)
         except ConfigError as error:
             problem = error
-    if len(choices) == 1 and problem is not None and problem.key != place.key:
-        raise problem  # the fault lies deeper, and is already named
+    if len(choices) == 1 and problem is not None:
+        raise problem  # it names the fault, which may lie deeper
     raise _wrong(hint, value, place)
 
 

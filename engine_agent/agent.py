@@ -31,6 +31,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
+from engine_agent.external.settings import ExternalSettings
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.members.head import Members
@@ -84,9 +85,11 @@ class EngineSettings:
     state_dir: Path = Path("weightplane-state")
     """Directory for what must survive the agent: `<engine_id>.json`."""
     backend: str = "vllm"
-    """vllm, or memory: an engine without a model, for tests."""
+    """vllm; external: a vLLM server that somebody else started; or memory: an engine without a model, for tests."""
     vllm: VllmSettings | None = None
     """Settings of the vLLM engine."""
+    external: ExternalSettings | None = None
+    """How the external server is reached."""
     memory: MemorySettings = field(default_factory=MemorySettings)
     """Settings of the in-memory engine."""
     cpu_devices: tuple[int, ...] = ()
@@ -134,6 +137,8 @@ class EngineSettings:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
         if self.openai is not None and self.backend != "vllm":
             raise ValueError("openai: only vLLM has such an API; an in-memory engine has none")
+        if self.backend == "external" and self.initial == "serve":
+            raise ValueError("initial = serve: what an external server holds is nobody's until an update (INV-1)")
         if self.apply not in ("staged", "streaming"):
             raise ValueError(f"apply: {self.apply!r}; there are staged and streaming")
 
@@ -414,6 +419,8 @@ def _new_engine(settings: EngineSettings, members: Members | None) -> Engine:
     if settings.backend == "memory":
         memory = replace(settings.memory, device_uuids=devices) if devices else settings.memory
         return MemoryEngine(memory, settings.engine_id, serve_initial=serve)
+    if settings.backend == "external":
+        return _external(settings, devices)
     if settings.vllm is None:
         raise EngineDied(engine_id=settings.engine_id, cause="backend vllm needs the settings under [vllm]")
     from engine_agent.vllm.engine import VllmEngine  # heavy: an agent with the in-memory engine needs no vLLM
@@ -423,6 +430,17 @@ def _new_engine(settings: EngineSettings, members: Members | None) -> Engine:
     note = settings.state_dir / f"{settings.engine_id}.processes.json"
     further = FurtherNodes(members, vllm, settings.engine_id) if members is not None else None
     return VllmEngine(vllm, settings.engine_id, serve_initial=serve, note=note, further=further)
+
+
+def _external(settings: EngineSettings, devices: tuple[str, ...]) -> Engine:
+    if settings.external is None:
+        raise EngineDied(
+            engine_id=settings.engine_id, cause="backend external needs the settings under [external]: url, model"
+        )
+    from engine_agent.external.engine import ExternalEngine  # aiohttp comes with the engines' extras
+
+    external = replace(settings.external, device_uuids=devices) if devices else settings.external
+    return ExternalEngine(external, settings.engine_id)
 
 
 def _services(

@@ -1,9 +1,10 @@
 """The port between an engine agent and one inference engine.
 
-Two implementations obey it, under one contract suite (`tests/contract/test_engine_port.py`):
-`engine_agent.vllm.engine.VllmEngine` (the real one) and `engine_agent.memory_engine.MemoryEngine` (fast,
-for tests and scale). An engine knows nothing of terms, served sets, gates or other engines; it moves
-weights in, tokens out, and says honestly whether its weights were touched.
+Three implementations obey it, under one contract suite (`tests/contract/test_engine_port.py`):
+`engine_agent.vllm.engine.VllmEngine` (the real one), `engine_agent.external.engine.ExternalEngine` (real, in a server
+that somebody else started) and `engine_agent.memory_engine.MemoryEngine` (fast, for tests and scale). An engine
+knows nothing of terms, served sets, gates or other engines; it moves weights in, tokens out, and says honestly whether
+its weights were touched.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class EngineFacts:
     """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `batch_invariant`, `draft`, `processed_logprobs`,
     `routed_experts`, `sampling_mask`. Deltas are the agent's affair, and the format that it takes is `expected`'s."""
     pids: tuple[int, ...]
-    """Processes that hold the weights (EngineCore and workers)."""
+    """Processes that hold the weights (EngineCore and workers); none where they are not the agent's."""
     initial_digest: bytes | None = None
     """Content digest of the checkpoint that it loaded, summed by the agent; only for a frozen model's engine."""
 

@@ -182,7 +182,7 @@ class Requests:
         self._shut = True
         for request in self._live.values():
             expected = live.token_counts.get(request.request_id, 0)
-            if not request.behind_border and request.seen != expected:
+            if not request.behind_border and not request.ended and request.seen != expected:
                 self._disagreed(f"{request.request_id}: {request.seen} tokens were seen, the engine gave {expected}")
             request.behind_border = True
 
@@ -231,6 +231,7 @@ class Requests:
                     else:
                         self._attribute(request, delta)
         except WeightplaneError as error:
+            request.ended = True
             request.out.put_nowait(error)
 
     def _attribute(self, request: _Request, delta: GenerationDelta) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from controlplane.core.errors import DeadlineExceeded, EngineDied
 from engine_agent.vllm.engine_log import EngineLog, with_log
@@ -18,6 +18,41 @@ T = TypeVar("T")
 
 DEATH_POLL_SECONDS = 0.1
 """vLLM's own monitor notices a death within this, and sets a flag that has to be polled."""
+
+
+class Calls(Protocol):
+    """What an install needs of an engine core, in this process or behind a server."""
+
+    @property
+    def engine_id(self) -> str: ...
+    @property
+    def llm(self) -> Any:
+        """vLLM's calls under their own names, each awaitable."""
+        ...
+
+    async def ask(self, call: Awaitable[T], what: str, limit_seconds: float) -> T:
+        """The call's result. Raises EngineDied, DeadlineExceeded, or what the call raised."""
+        ...
+
+    async def collect(self, method: str, limit_seconds: float) -> list[dict[str, Any]]:
+        """One answer of each worker, in rank order."""
+        ...
+
+    async def tell(self, method: str, limit_seconds: float) -> None:
+        """Every worker does it."""
+        ...
+
+    def init_request(self, told: dict[str, Any]) -> Any:
+        """As `llm.init_weight_transfer_engine` takes it."""
+        ...
+
+    def update_request(self, step: dict[str, Any]) -> Any:
+        """As `llm.update_weights` takes it."""
+        ...
+
+    def answered(self, error: Exception) -> bool:
+        """The engine lives, and this is its answer to a call that failed in it."""
+        ...
 
 
 class Core:
@@ -76,6 +111,19 @@ class Core:
         """Every worker of every core does it. Raises EngineDied, DeadlineExceeded, or what vLLM raised."""
         call = self.llm.engine_core.call_utility_all_async("collective_rpc", method, None, (), arguments)
         await self.ask(call, method, limit_seconds)
+
+    def init_request(self, told: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        return WeightTransferInitRequest(told)
+
+    def update_request(self, step: dict[str, Any]) -> Any:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        return WeightTransferUpdateRequest(step)
+
+    def answered(self, error: Exception) -> bool:
+        return type(error) is Exception  # vLLM's answer to a failed call is a bare one
 
     def died(self, cause: str, *, explain: bool = True) -> EngineDied:
         """Note the death, once, and tell those who wait. `explain` adds the engine's last log lines."""

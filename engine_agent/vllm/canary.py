@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from controlplane.core.canary import Canary
@@ -91,13 +91,24 @@ def _agreed(reports: list[Canary]) -> Canary:
 
 def _judge(output: Any, prompt: list[int], decoded: int) -> Canary:
     choice = output.outputs[0]
-    scored = (output.prompt_logprobs or [])[1:]
-    tokens = tuple(choice.token_ids)
-    if len(tokens) != decoded or len(scored) != len(prompt) - 1 or len(choice.logprobs or ()) != decoded:
+    scored = [
+        entry[token].logprob for token, entry in zip(prompt[1:], (output.prompt_logprobs or [])[1:], strict=False)
+    ]
+    spoken = [entry[token].logprob for token, entry in zip(choice.token_ids, choice.logprobs or (), strict=False)]
+    return judge(choice.token_ids, spoken, scored, prompt, decoded)
+
+
+def judge(
+    tokens: Sequence[int], spoken: Sequence[float], scored: Sequence[float], prompt: Sequence[int], decoded: int
+) -> Canary:
+    """`spoken`: log probabilities of the decoded tokens; `scored`: of the prompt's, from the second on.
+
+    Raises CanarySilent.
+    """
+    if not len(tokens) == len(spoken) == decoded or len(scored) != len(prompt) - 1:
         raise CanarySilent(f"{len(tokens)} of {decoded} tokens and {len(scored)} of {len(prompt) - 1} logprobs came")
-    prompt_logprobs = tuple(entry[token].logprob for token, entry in zip(prompt[1:], scored, strict=True))
-    spoken = [entry[token].logprob for token, entry in zip(tokens, choice.logprobs, strict=True)]
+    prompt_logprobs = tuple(scored)
     wrong = [v for v in (*prompt_logprobs, *spoken) if not math.isfinite(v)]
     if wrong:
         raise CanarySilent(f"{len(wrong)} of {len(prompt_logprobs) + len(spoken)} logprobs are not finite", nan=True)
-    return Canary(prompt_logprobs, tokens)
+    return Canary(prompt_logprobs, tuple(tokens))

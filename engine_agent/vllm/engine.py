@@ -56,6 +56,7 @@ from engine_agent.vllm.environment import gpu_present
 from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import end, launch
 from engine_agent.vllm.leftovers import Leftovers
+from engine_agent.vllm.likeness import likeness_of
 from engine_agent.vllm.power import Power, can_sleep
 from engine_agent.vllm.processes import descendants, kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
@@ -354,13 +355,12 @@ class VllmEngine:
         return tuple(device_uuid(text) for text in self._settings.device_uuids or found)
 
     def _likeness(self, llm: Any, world_size: int) -> str:
-        """What may change an answer beside the weights. The model directory is not in it: all of it is overwritten."""
         import vllm
 
         model, device = llm.vllm_config.model_config, llm.vllm_config.device_config.device_type
-        parts = (vllm.__version__, device, model.dtype, model.quantization, world_size)
         invariant = [BATCH_INVARIANT] if vllm.envs.VLLM_BATCH_INVARIANT else []
-        return "vllm " + " ".join(map(str, (*parts, model.get_vocab_size(), model.max_model_len, *invariant)))
+        known = (vllm.__version__, device, model.dtype, model.quantization, world_size, model.max_model_len)
+        return " ".join([likeness_of(*known), *invariant])
 
     def _capabilities(self, llm: Any) -> frozenset[str]:
         import vllm

@@ -12,6 +12,7 @@ another refused makes a mixture.
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from engine_agent.engine import (
     StagedPart,
     StagedWeights,
 )
-from engine_agent.vllm.calls import Core
+from engine_agent.vllm.calls import Calls
 
 T = TypeVar("T")
 
@@ -37,10 +38,11 @@ class Installer:
     """Installs into one engine. Knows which layout its workers were told."""
 
     def __init__(
-        self, core: Core, device_uuids: tuple[str, ...], expected: Expected, call_limit_seconds: float
+        self, core: Calls, device_uuids: tuple[str, ...], expected: Expected, call_limit_seconds: float
     ) -> None:
         self._core = core
-        self._expected = expected
+        self.expected = expected
+        """What an update must cover."""
         self._device_uuids = device_uuids
         self._limit = call_limit_seconds
         self._layout_digest = b""
@@ -60,14 +62,12 @@ class Installer:
         try:
             return await self._install(staged)
         except Exception as e:
-            if type(e) is not Exception:  # vLLM's answer to a failed call is a bare Exception
+            if not self._core.answered(e):
                 raise
             raise await self._failed(staged, str(e), touched=self._touching) from e
 
     async def _install(self, staged: StagedWeights) -> InstallReport:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        llm = self._core.llm
+        llm, install_id = self._core.llm, uuid.uuid4().hex
         if not await self._ask(llm.is_paused(), "is_paused"):
             raise InstallFailed(self._core.engine_id, staged.label, False, "the engine is not quiesced")
         self._check_layout(staged)
@@ -76,12 +76,10 @@ class Installer:
             await self._ask(llm.start_weight_update(), "start_weight_update")
         else:
             await self._ask(llm.start_draft_weight_update(), "start_draft_weight_update")
-        await self._ask(llm.update_weights(WeightTransferUpdateRequest(_check_step(staged))), "check")
-        await self._require_all_well(staged)
+        await self._told(staged, _check_step(staged) | {"install_id": install_id})
         started = time.perf_counter()
         self._touching = True
-        await self._ask(llm.update_weights(WeightTransferUpdateRequest({"step": "install"})), "install")
-        loaded = await self._require_all_well(staged)
+        loaded = await self._told(staged, {"step": "install", "install_id": install_id})
         loaded_at = time.perf_counter()
         await self._seal(staged)
         self._draft_suspect = False
@@ -93,16 +91,14 @@ class Installer:
         if self._draft_suspect and staged.layout.draft is None:
             raise InstallFailed(self._core.engine_id, staged.label, False, DRAFT_IS_A_MIXTURE)
         try:
-            self._expected.check(staged.layout)
+            self.expected.check(staged.layout)
         except Refused as e:
             raise InstallFailed(self._core.engine_id, staged.label, False, str(e)) from e
 
     async def _tell_layout(self, staged: StagedWeights) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         if self._layout_digest == staged.layout.digest:
             return
-        request = WeightTransferInitRequest(_init_info(staged, self._device_uuids))
+        request = self._core.init_request(_init_info(staged, self._device_uuids))
         await self._ask(self._core.llm.init_weight_transfer_engine(request), "init_weight_transfer_engine")
         self._layout_digest = staged.layout.digest
 
@@ -121,8 +117,16 @@ class Installer:
         if touched:
             self._draft_suspect |= staged.layout.draft is not None
             await self._ask(self._core.llm.update_weight_version(MIXTURE), "update_weight_version")
-        await self._ask(_quietly(self._core.llm.finish_weight_update()), "finish_weight_update")
+        await self.close_session()
         return InstallFailed(self._core.engine_id, staged.label, touched, cause)
+
+    async def close_session(self) -> None:
+        """End vLLM's session if one is open, without a label; that none is, is no error."""
+        try:
+            await self._ask(self._core.llm.finish_weight_update(), "finish_weight_update")
+        except Exception as e:
+            if not self._core.answered(e):
+                raise
 
     # ---- streaming ----
 
@@ -177,9 +181,7 @@ class Installer:
         return self._streaming
 
     async def _told(self, whole: StagedWeights, step: dict[str, Any]) -> int:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self._ask(self._core.llm.update_weights(WeightTransferUpdateRequest(step)), step["step"])
+        await self._ask(self._core.llm.update_weights(self._core.update_request(step)), step["step"])
         return await self._require_all_well(whole)
 
     async def _step(self, whole: StagedWeights, work: Awaitable[T]) -> T:
@@ -189,7 +191,7 @@ class Installer:
             self._streaming = None  # vLLM's session was ended
             raise
         except Exception as e:
-            if type(e) is not Exception:  # vLLM's answer to a failed call is a bare Exception
+            if not self._core.answered(e):
                 raise
             self._streaming = None
             raise await self._failed(whole, str(e), touched=self._touching) from e
@@ -218,15 +220,6 @@ class Installer:
 
     async def _ask(self, call: Awaitable[T], what: str) -> T:
         return await self._core.ask(call, what, self._limit)
-
-
-async def _quietly(call: Awaitable[Any]) -> None:
-    """Close vLLM's session if one is open; that none is, is no error here."""
-    try:
-        await call
-    except Exception as e:
-        if type(e) is not Exception:
-            raise
 
 
 def _init_info(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str, Any]:

@@ -262,11 +262,11 @@ def sampling_params(sampling: SamplingSettings) -> Any:
         prompt_logprobs=0 if sampling.prompt_logprobs else None,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
-        **_extra(sampling.extra),
+        **checked_extra(sampling.extra),
     )
 
 
-def _extra(given: Mapping[str, Any]) -> dict[str, Any]:
+def checked_extra(given: Mapping[str, Any]) -> dict[str, Any]:
     """Fields by vLLM's names, in vLLM's types. Raises InvalidRequest for a name or a value that vLLM does not have."""
     from vllm.sampling_params import SamplingParams
 

@@ -66,6 +66,9 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     offsets: list[int] = field(default_factory=list)
     """Entry i of both places tensor i of the layout; of "part": tensor `tensors[i]`."""
     tensors: list[int] = field(default_factory=list)
+    install_id: str = ""
+    """"install" installs what the "check" of the same id staged, and nothing else: a step that comes late, of an agent
+    that is gone, must not take another's place."""
 
 
 @dataclass
@@ -118,7 +121,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
                 case "finish":
                     self._finish()
                 case _:
-                    self._install()
+                    self._install(update_info.install_id)
         except Exception as e:  # the boundary of this process: the agent reads it as a result
             self.result.ok = False
             self.result.cause = f"{type(e).__name__}: {e}"
@@ -205,10 +208,12 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     # ---- install ----------------------------------------------------------------------------
 
-    def _install(self) -> None:
-        init = self._init
-        if init is None or self._update is None or self._chunks is None:
+    def _install(self, install_id: str) -> None:
+        init, update = self._init, self._update
+        if init is None or update is None or self._chunks is None:
             raise StagingError("install without a check that passed")
+        if update.install_id != install_id:
+            raise StagingError(f"install {install_id} without its own check; {update.install_id} was checked last")
         served = Loader(self._default_model, self._default_model_config)
         loads = [(served, init.names, init.ties)]
         if init.draft_names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,10 @@ from engine_agent.engine import (
 )
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from tests.support.eventually import eventually
+from tests.support.ports import free_port
 from tests.support.staging import stage
 from tests.support.tiny_model import make_tiny_model
+from tests.support.vllm_server import VllmServer
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 PROMPT = [5, 6, 7, 8, 9]
@@ -55,16 +57,26 @@ class Rig:
 
 
 @pytest_asyncio.fixture(
-    scope="module", loop_scope="module", params=["memory", pytest.param("vllm", marks=pytest.mark.real)]
+    scope="module",
+    loop_scope="module",
+    params=[
+        "memory",
+        pytest.param("vllm", marks=pytest.mark.real),
+        pytest.param("external", marks=[pytest.mark.real, pytest.mark.slow]),
+    ],
 )
 async def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     failpoints = tmp_path_factory.mktemp("failpoints")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(failpoints))
-        engine, states = _memory() if request.param == "memory" else _vllm(tmp_path_factory.mktemp("model"))
-        facts = await engine.start()
-        yield Rig(engine, facts, states, failpoints / "worker.install")
-        await engine.shutdown()
+        async with AsyncExitStack() as around:
+            if request.param == "external":
+                engine, states = await _external(tmp_path_factory.mktemp("model"), around)
+            else:
+                engine, states = _memory() if request.param == "memory" else _vllm(tmp_path_factory.mktemp("model"))
+            facts = await engine.start()
+            yield Rig(engine, facts, states, failpoints / "worker.install")
+            await engine.shutdown()
 
 
 def _memory() -> tuple[Engine, tuple[Any, Any]]:
@@ -84,6 +96,19 @@ def _vllm(directory: Path) -> tuple[Engine, tuple[Any, Any]]:
     settings = VllmSettings(model=models[0], dtype="float32", max_model_len=512, kv_cache_memory_bytes=32 << 20)
     states = [load_file(m / "model.safetensors") for m in models]
     return VllmEngine(settings, "e0"), (states[0], states[1])
+
+
+async def _external(directory: Path, around: AsyncExitStack) -> tuple[Engine, tuple[Any, Any]]:
+    from safetensors.torch import load_file
+
+    from engine_agent.external.engine import ExternalEngine, ExternalSettings
+
+    models = [make_tiny_model(directory / str(seed), seed) for seed in range(2)]
+    server = VllmServer(models[0], free_port(), directory / "server.log")
+    around.callback(server.kill)
+    await server.start()
+    states = [load_file(m / "model.safetensors") for m in models]
+    return ExternalEngine(ExternalSettings(server.url, models[0]), "e0"), (states[0], states[1])
 
 
 async def collect(

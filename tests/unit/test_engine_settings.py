@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from controlplane.config import ConfigError, load, parse_overrides
-from engine_agent.agent import EngineSettings
+from controlplane.core.errors import EngineDied
+from controlplane.devices import cpu_device_uuid
+from engine_agent.agent import EngineSettings, _new_engine
+from engine_agent.external.engine import ExternalEngine
+from engine_agent.external.settings import ExternalSettings
 
 
 def settings(*sets: str, file: Path | None = None) -> EngineSettings:
@@ -44,8 +48,30 @@ def test_a_unit_is_named_with_its_size() -> None:
             r"no transports: \['pigeon'\]; there are shared_memory, inline, broadcast",
         ),
         (['transports=["shared_memory"]'], "every engine takes inline"),
+        (["backend=external", "initial=serve"], r"nobody's until an update \(INV-1\)"),
+        (["external.url=http://10.0.0.1:8000", "external.model=m"], r"external: url: 10\.0\.0\.1 is not loopback"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(words: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         settings(*words)
+
+
+def test_an_external_engine_is_an_address_and_the_directory_of_its_model(tmp_path: Path) -> None:
+    file = tmp_path / "engine.toml"
+    file.write_text('backend = "external"\n[external]\nurl = "http://127.0.0.1:8000"\nmodel = "policy"\n')
+    read = settings(file=file)
+    assert read.external == ExternalSettings("http://127.0.0.1:8000", tmp_path / "policy")
+    assert read.external.transfer == "weightplane"
+
+
+def test_an_external_engine_without_its_address_says_what_is_missing() -> None:
+    with pytest.raises(EngineDied, match=r"settings under \[external\]: url, model"):
+        _new_engine(settings("backend=external"), None)
+
+
+def test_an_external_engine_has_the_devices_of_the_host_that_has_no_gpus() -> None:
+    read = settings("backend=external", "external.url=http://localhost:1", "external.model=m", "cpu_devices=[3]")
+    engine = _new_engine(read, None)
+    assert isinstance(engine, ExternalEngine)
+    assert engine._settings.device_uuids == (str(cpu_device_uuid(3)),)
