@@ -104,6 +104,10 @@ class RolloutClient:
         """The fleet's commits, as far as they were told: what lag is counted in. Grows while the client lives."""
         return self._watch.table.commits
 
+    async def changed(self, timeout: float) -> bool:
+        """Whether the routes, or what is known of the fleet's commits, changed within `timeout` seconds."""
+        return await self._watch.change(timeout)
+
     async def generate(
         self,
         prompt_token_ids: Sequence[int],
