@@ -61,6 +61,8 @@ class Ask:
     last_error: e.WeightplaneError | None = None
     settle_by: float = 0.0
     """Until when missing engines are waited for; 0: not yet."""
+    aborted: bool = False
+    """Its caller ended it: it comes back as it is, without a token too."""
 
     @property
     def pin(self) -> Pin:

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -29,6 +29,7 @@ from controlplane.rollout.choosing import Choosing
 from controlplane.rollout.connections import Connections
 from controlplane.rollout.policies import LeastLoaded, Policy
 from controlplane.rollout.routing import Route, Routes
+from controlplane.rollout.running import Running
 from controlplane.rollout.sample import Assembly, Delta, Sample, Scores
 from controlplane.rollout.watching import RouteWatch
 from controlplane.rollout.wire import delta_from_proto
@@ -80,6 +81,7 @@ class RolloutClient:
         run = None if run_id is None else RunId(run_id)
         self._watch = RouteWatch(coordinator, self._model, run, self._connections, include_kept=include_kept)
         self._choosing = Choosing(self._watch, policy or LeastLoaded(), coordinator)
+        self._running = Running(self._connections, self._model)
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -250,6 +252,14 @@ class RolloutClient:
                 continue
             return Scores((None, *answer.logprobs), version_from_proto(answer.version), route.engine_id)
 
+    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
+        """End requests of this client where they are; their samples come back as they are, finish_reason `abort`.
+
+        None: all of them. Returns those that an engine had and ended; the others have ended, or wait for an engine,
+        and are the caller's to cancel. Raises what an engine answered that could not be asked.
+        """
+        return await self._running.abort(request_ids)
+
     # ---- one request ----------------------------------------------------------------------------
 
     def _new_ask(
@@ -320,7 +330,7 @@ class RolloutClient:
         request.run_id = run_id
         request.wait.CopyFrom(seconds_to_proto(_engine_wait(ask)))
         validate(request)
-        with self._asking(route) as channel:
+        with self._asking(route) as channel, self._running.at(route, run_id, ask):
             call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=_time_left(ask))
             try:
                 async for response in call:
@@ -368,7 +378,7 @@ def _typed(error: grpc.aio.AioRpcError, route: Route, ask: Ask) -> e.Weightplane
 
 def _refuse_empty_end(delta: Delta, ask: Ask) -> None:
     """An engine that ends a sample before its first token has lost nothing of it: another one may do it."""
-    if delta.ending is None or delta.tokens or ask.has_begun:
+    if delta.ending is None or delta.tokens or ask.has_begun or ask.aborted:
         return
     if delta.ending.finish_reason == "version_changed":
         raise e.VersionChanged(request_id=ask.assembly.request_id)
