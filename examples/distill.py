@@ -4,7 +4,7 @@
 
 The fleet has two models. The teacher's engine serves what it loaded, as version 0, and refuses every update; the
 student's is pushed to. Each token's advantage is how much more probable it is to the teacher than to the student that
-sampled it, which descends the reverse KL. A score is of one version for the whole sample, and no logprob is ever made up:
+sampled it, which descends the reverse KL. A score is of one version for the whole sample, and no logprob is made up:
 what the teacher's engine leaves out is an error.
 """
 

@@ -25,10 +25,13 @@ class Choosing:
         self._policy = policy
         self._coordinator = coordinator
 
-    async def next_route(self, ask: Ask) -> tuple[Route, RunId]:
-        """Raises what the coordinator refused, the last engine's answer, VersionUnavailable, DeadlineExceeded."""
+    async def next_route(self, ask: Ask) -> tuple[Route, RunId] | None:
+        """None: its caller ended it.
+
+        Raises what the coordinator refused, the last engine's answer, VersionUnavailable, DeadlineExceeded.
+        """
         table = self._watch.table
-        while True:
+        while not ask.aborted:
             if self._watch.refused is not None:
                 raise self._watch.refused
             candidates = table.candidates(ask.pin, ask.tried)
@@ -45,6 +48,7 @@ class Choosing:
                 raise self._gave_up(ask)
             await self._watch.change(min(left, RETRY_PAUSE_SECONDS) if ask.tried else left)
             ask.tried.clear()
+        return None
 
     async def _room(self, ask: Ask) -> None:
         """Every engine that may be asked is full: their requests' ends are waited for, as a sample's would be."""

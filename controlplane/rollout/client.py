@@ -81,7 +81,7 @@ class RolloutClient:
         run = None if run_id is None else RunId(run_id)
         self._watch = RouteWatch(coordinator, self._model, run, self._connections, include_kept=include_kept)
         self._choosing = Choosing(self._watch, policy or LeastLoaded(), coordinator)
-        self._running = Running(self._connections, self._model)
+        self._running = Running(self._connections, self._model, self._watch.wake)
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -234,7 +234,9 @@ class RolloutClient:
         pin, one = Pin(min_version, exact_version, max_lag), SamplingSettings(max_tokens=1)
         ask = self._new_ask(token_ids, one, pin, "", deadline_seconds, session_id, "fail", None)
         while True:
-            route, run_id = await self._choosing.next_route(ask)
+            chosen = await self._choosing.next_route(ask)
+            assert chosen is not None, "scores are not aborted"
+            route, run_id = chosen
             request = rollout_pb2.ScoreRequest(
                 run_id=run_id,
                 model=self._model,
@@ -252,13 +254,12 @@ class RolloutClient:
                 continue
             return Scores((None, *answer.logprobs), version_from_proto(answer.version), route.engine_id)
 
-    async def abort(self, request_ids: Collection[str] | None = None) -> list[str]:
-        """End requests of this client where they are; their samples come back as they are, finish_reason `abort`.
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests of this client, or all of them, wherever they are.
 
-        None: all of them. Returns those that an engine had and ended; the others have ended, or wait for an engine,
-        and are the caller's to cancel. Raises what an engine answered that could not be asked.
+        Their samples come back as they are, with finish_reason `abort`; those without a token too. Idempotent.
         """
-        return await self._running.abort(request_ids)
+        await self._running.abort(request_ids)
 
     # ---- one request ----------------------------------------------------------------------------
 
@@ -296,23 +297,27 @@ class RolloutClient:
         )
 
     async def _deltas(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        while True:
-            route, run_id = await self._choosing.next_route(ask)
-            try:
-                async with contextlib.aclosing(self._ask_engine(route, run_id, ask)) as deltas:
-                    async for delta in deltas:
-                        ask.assembly.add(delta)
-                        if ask.cut(delta):
-                            yield replace(delta, ending=None)
-                            raise e.RequestAborted(request_id=ask.assembly.request_id)
-                        yield delta
-                return
-            except ELSEWHERE_MAY_DO as error:
-                rest = self._declined(error, route, ask)
-                if rest is not None:
-                    ask.assembly.add(rest)
-                    yield rest
+        with self._running.request(ask):
+            while (chosen := await self._choosing.next_route(ask)) is not None:
+                route, run_id = chosen
+                try:
+                    async with contextlib.aclosing(self._ask_engine(route, run_id, ask)) as deltas:
+                        async for delta in deltas:
+                            ask.assembly.add(delta)
+                            if ask.cut(delta):
+                                yield replace(delta, ending=None)
+                                raise e.RequestAborted(request_id=ask.assembly.request_id)
+                            yield delta
                     return
+                except ELSEWHERE_MAY_DO as error:
+                    rest = self._declined(error, route, ask)
+                    if rest is not None:
+                        ask.assembly.add(rest)
+                        yield rest
+                        return
+            rest = ask.ended_by_caller()
+            ask.assembly.add(rest)
+            yield rest
 
     def _declined(self, error: e.WeightplaneError, route: Route, ask: Ask) -> Delta | None:
         """Raises the error where no other engine may be asked; a delta where the sample is whole as it is."""

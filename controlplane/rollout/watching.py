@@ -86,7 +86,8 @@ class RouteWatch:
         self._room.set()
         self._room = asyncio.Event()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have all who wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
         self.ended()
@@ -94,10 +95,10 @@ class RouteWatch:
     def _take(self, response: fleet_pb2.WatchRoutesResponse) -> None:
         self.table.replace(routes_from_proto(response))
         self._connections.keep([r.endpoint for r in response.routes])
-        self._wake()
+        self.wake()
 
     def _lost(self, error: e.WeightplaneError) -> None:
         if isinstance(error, (e.WrongRun, e.FrameInvalid)):
             self.refused = error
-            self._wake()
+            self.wake()
         log.info("routes_lost", coordinator=self._coordinator, reason=error.reason, text=str(error))
