@@ -5,12 +5,11 @@
 
 The coordinator is `args.weightplane_coordinator`, or WEIGHTPLANE_COORDINATOR in the environment. What they promise
 beside the shape: `weight_versions` says which versions made a sample's tokens, in order, and `metadata` where the
-borders lie; a sample that an update cuts, or whose engine dies, goes on from its tokens under the version that is served
-then.
+borders lie. A sample that an update cuts, or whose engine dies, goes on from its tokens under the version served then.
 
 With `--partial-rollout`, samples that are not done when the batch is full come back with their tokens to the data
-source, and go on in a later rollout. `--mask-offpolicy-in-partial-rollout` masks by span: what another version made than
-the sample's last. `args.weightplane_max_lag` masks what is more fleet commits behind.
+source, and go on in a later rollout. `--mask-offpolicy-in-partial-rollout` masks by span: what another version made
+than the sample's last. `args.weightplane_max_lag` masks what is more fleet commits behind.
 """
 
 from __future__ import annotations
@@ -63,6 +62,13 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     skip = bool(sampling_params.get("skip_special_tokens"))
     sample.response = _tokenizer(args.hf_checkpoint).decode(response, skip_special_tokens=skip)
     return sample
+
+
+async def close() -> None:
+    """Close the client that `generate` opened in this event loop; it opens another if it is called again."""
+    client = _clients.pop(asyncio.get_running_loop(), None)
+    if client is not None:
+        await client.__aexit__(None, None, None)
 
 
 def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: bool = False) -> list[Group]:
@@ -263,8 +269,6 @@ def _tokenizer(checkpoint: str) -> Any:
 
 def _prompt_ids(args: Any, prompt: Any) -> list[int]:
     if not isinstance(prompt, str):
-        raise InvalidRequest(
-            field="sample.prompt", problem="conversations are made text of first (--apply-chat-template)"
-        )
+        raise InvalidRequest(field="sample.prompt", problem="a conversation; --apply-chat-template makes it a text")
     found: list[int] = _tokenizer(args.hf_checkpoint).encode(prompt, add_special_tokens=False)
     return found
