@@ -15,7 +15,7 @@ from controlplane.rollout.adapters.slime import close, generate, generate_rollou
 from controlplane.rollout.sample import SPANS_KEY, Sample, Span
 from tests.support import slime_types
 from tests.support.eventually import eventually
-from tests.support.fake_fleet import FakeEngine, finish, refuses, says, tokens, version
+from tests.support.fake_fleet import finish, refuses, says, tokens, version
 from tests.support.slime_types import DataSource, arguments
 from tests.unit.test_rollout_client import PROMPT, World
 from tests.unit.test_rollout_losses import first_then
@@ -156,11 +156,11 @@ async def test_a_filter_drops_groups_and_others_take_their_place(world: World, c
 
 
 class Slow:
-    """An engine that makes two tokens of each request and then waits, for prompts that begin with 9; others it ends.
-    What is aborted ends as a real engine ends it. The second time round all are ended, under version 2."""
+    """Two tokens and then nothing more, for prompts that begin with 9; the others get theirs once two such wait. The
+    second time round all get theirs, from version 2."""
 
     def __init__(self) -> None:
-        self.ends: dict[str, asyncio.Event] = {}
+        self.waiting = 0
         self.second = False
 
     async def __call__(self, request: rollout_pb2.GenerateRequest) -> AsyncIterator[rollout_pb2.GenerateResponse]:
@@ -169,37 +169,19 @@ class Slow:
             yield finish((2, 0, 2))
         elif request.prompt_token_ids[0] == 9:
             yield tokens(5, 6)
-            await self.ends.setdefault(request.request_id, asyncio.Event()).wait()
-            yield finish((1, 0, 2), reason="ABORT", stop_reason="aborted")
+            self.waiting += 1
+            await asyncio.Event().wait()
         else:
-            await eventually(lambda: len(self.ends) == 2)
+            await eventually(lambda: self.waiting == 2)
             yield tokens(5, 6, 7, 8)
             yield finish((1, 0, 4))
-
-
-class AbortingEngine(FakeEngine):
-    async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
-        assert isinstance(self.script, Slow)
-        here = [name for name in request.request_ids if name in self.script.ends]
-        for name in here:
-            self.script.ends[name].set()
-        return rollout_pb2.AbortResponse(request_ids=here)
-
-
-async def aborting_engine(world: World, **fields: Any) -> tuple[AbortingEngine, Slow]:
-    from tests.support.fake_fleet import serve_engine
-
-    script = Slow()
-    engine = AbortingEngine("a", script, **fields)
-    world.stack.push_async_callback((await serve_engine(engine)).stop)
-    world.fleet.publish(engine)
-    return engine, script
 
 
 async def test_partial_rollouts_come_back_with_their_tokens_and_go_on_under_the_next_version(
     world: World, checkpoint: str
 ) -> None:
-    _, script = await aborting_engine(world)
+    script = Slow()
+    world.fleet.publish(await world.engine("a", script))
     source = DataSource([[1], [2], [9]])
     options = {"partial_rollout": True, "over_sampling_batch_size": 3}
     groups = await roll_out(arguments(world.server.address, checkpoint, **options), source)
@@ -218,7 +200,8 @@ async def test_partial_rollouts_come_back_with_their_tokens_and_go_on_under_the_
 
 
 async def test_requests_that_wait_for_an_engine_come_back_untouched(world: World, checkpoint: str) -> None:
-    engine, _ = await aborting_engine(world, max_requests=4)
+    engine = await world.engine("a", Slow(), max_requests=4)
+    world.fleet.publish(engine)
     source = DataSource([[9], [1], [8], [7]])
     options = {"partial_rollout": True, "over_sampling_batch_size": 4, "rollout_batch_size": 1}
     groups = await roll_out(arguments(world.server.address, checkpoint, **options), source)
@@ -231,7 +214,8 @@ async def test_requests_that_wait_for_an_engine_come_back_untouched(world: World
 async def test_without_partial_rollouts_what_is_not_done_is_dropped_and_no_engine_works_on_it(
     world: World, checkpoint: str
 ) -> None:
-    engine, _ = await aborting_engine(world)
+    engine = await world.engine("a", Slow())
+    world.fleet.publish(engine)
     source = DataSource([[1], [9], [2]])
     await roll_out(arguments(world.server.address, checkpoint, over_sampling_batch_size=3), source)
     assert source.buffer == []
