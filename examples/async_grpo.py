@@ -18,10 +18,8 @@ from contextlib import nullcontext
 
 from controlplane.core.versions import WeightVersion
 from examples.async_rollouts import Account, AsyncRollouts
-from examples.policy import GROUP_SIZE, Options, Policy, Stopwatch, build, from_first, is_first, mean, parse, say
-from trainer_agent.demo.objective import Trajectory, group_advantages, make_batch
-from trainer_agent.demo.rollout_worker import Ask, Rollout
-from trainer_agent.demo.task import MAX_TOKENS, greedy_sampling
+from examples.policy import Options, Policy, Stopwatch, build, from_first, held_out, is_first, learn, mean, parse, say
+from trainer_agent.demo.rollout_worker import Rollout
 from weightplane import TrainerRank
 
 STEPS = 8
@@ -65,19 +63,9 @@ def train(options: Options) -> None:
         say(f"held-out reward {before:.3f} before, {after:.3f} after {options.steps} steps")
 
 
-def learn(policy: Policy, samples: Sequence[Rollout]) -> float:
-    """One step of GRPO, whose ratio makes up for the lag; the mean reward."""
-    rewards = [policy.task.reward(sample.tokens) for sample in samples]
-    trajectories = [Trajectory(s.prompt, s.tokens, s.logprobs, r) for s, r in zip(samples, rewards, strict=True)]
-    length = policy.task.prompts.longest + MAX_TOKENS - 1
-    policy.learner.step(make_batch(trajectories, group_advantages(rewards, GROUP_SIZE), length, rows=len(samples)))
-    return mean(rewards)
-
-
 def evaluate(policy: Policy, rollouts: AsyncRollouts | None, version: WeightVersion) -> float:
-    """Mean reward of greedy answers to prompts that are never trained on."""
-    asks = [Ask(prompt, greedy_sampling()) for prompt in policy.task.prompts.held_out]
-    answers = from_first(lambda: rollouts.answers(asks, version) if rollouts else [])
+    """Mean reward on prompts that are never trained on."""
+    answers = from_first(lambda: rollouts.answers(held_out(policy), version) if rollouts else [])
     return mean([policy.task.reward(answer.tokens) for answer in answers])
 
 

@@ -21,7 +21,7 @@ from controlplane.core.versions import WeightVersion
 from examples.policy import PROMPTS_PER_STEP, Options, Policy, Stopwatch, build, from_first, is_first, mean, parse, say
 from trainer_agent.demo.objective import Batch, Trajectory, make_batch
 from trainer_agent.demo.rollout_worker import Ask, Rollout, WorkerProcess, answer_all, gather_rollouts, roll_out
-from trainer_agent.demo.task import MAX_TOKENS, draw_prompts, training_sampling
+from trainer_agent.demo.task import draw_prompts, training_sampling
 from weightplane import TrainerRank
 
 STEPS = 20
@@ -84,8 +84,7 @@ def kl(samples: Sequence[Scored]) -> float:
 def batch_of(policy: Policy, samples: Sequence[Scored]) -> Batch:
     """As GRPO's, but that each token has an advantage of its own."""
     trajectories = [Trajectory(s.rollout.prompt, s.rollout.tokens, s.rollout.logprobs, 0.0) for s in samples]
-    length = policy.task.prompts.longest + MAX_TOKENS - 1
-    batch = make_batch(trajectories, [0.0] * len(samples), length, rows=len(samples))
+    batch = make_batch(trajectories, [0.0] * len(samples), policy.longest, rows=len(samples))
     advantages = batch.advantages.clone()
     advantages[batch.mask.bool()] = advantages.new_tensor([gain for sample in samples for gain in sample.gains])
     return replace(batch, advantages=advantages)

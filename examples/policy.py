@@ -1,5 +1,4 @@
-"""What all examples train: a Megatron model, its optimizer, and the source that a push reads. No Weightplane in it,
-but for `MegatronSource`.
+"""What all examples train: a Megatron model, its optimizer, a step of GRPO, and the source that a push reads.
 
 The ranks are the stages of one pipeline, on the CPU. Model, objective and task are the demo's
 (`trainer_agent/demo`): GRPO's clipped loss, and a reward that anyone can check by reading the tokens.
@@ -17,8 +16,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from trainer_agent.demo.rollout_worker import Ask
+from trainer_agent.demo.task import MAX_TOKENS, greedy_sampling
+
 if TYPE_CHECKING:
     from trainer_agent.demo.learner import Learner
+    from trainer_agent.demo.rollout_worker import Rollout
     from trainer_agent.demo.task import Task
     from trainer_agent.megatron.source import MegatronSource
 
@@ -49,6 +52,11 @@ class Policy:
     learner: Learner
     source: MegatronSource
 
+    @property
+    def longest(self) -> int:
+        """Predicted tokens of the longest sample: what rows of a batch are padded to."""
+        return self.task.prompts.longest + MAX_TOKENS - 1
+
 
 def parse(description: str | None, steps: int, argv: Sequence[str] | None = None) -> Options:
     """`description`'s first line and the default of --steps are the example's."""
@@ -78,6 +86,25 @@ def build(options: Options) -> Policy:
     settings = LearnerSettings(task.learning_rate, micro_batch=MICRO_BATCH)
     learner = Learner(options.model_dir, settings, pipeline_parallel=dist.get_world_size())
     return Policy(task, learner, MegatronSource(learner.model, options.model_dir))
+
+
+def learn(policy: Policy, samples: Sequence[Rollout]) -> float:
+    """One step of GRPO over whole groups, which lie one after the other; the mean reward. Collective.
+
+    The ratio is against the logprobs that the engine sampled with, whichever version that was.
+    """
+    from trainer_agent.demo.objective import Trajectory, group_advantages, make_batch
+
+    rewards = [policy.task.reward(sample.tokens) for sample in samples]
+    trajectories = [Trajectory(s.prompt, s.tokens, s.logprobs, r) for s, r in zip(samples, rewards, strict=True)]
+    advantages = group_advantages(rewards, GROUP_SIZE)
+    policy.learner.step(make_batch(trajectories, advantages, policy.longest, rows=len(samples)))
+    return mean(rewards)
+
+
+def held_out(policy: Policy) -> list[Ask]:
+    """Greedy answers to prompts that are never trained on."""
+    return [Ask(prompt, greedy_sampling()) for prompt in policy.task.prompts.held_out]
 
 
 def is_first() -> bool:

@@ -24,14 +24,15 @@ from examples.policy import (
     Stopwatch,
     build,
     from_first,
+    held_out,
     is_first,
+    learn,
     mean,
     parse,
     say,
 )
-from trainer_agent.demo.objective import Trajectory, group_advantages, make_batch
 from trainer_agent.demo.rollout_worker import Ask, Rollout, RolloutWorker
-from trainer_agent.demo.task import MAX_TOKENS, draw_prompts, greedy_sampling, training_sampling
+from trainer_agent.demo.task import draw_prompts, training_sampling
 from weightplane import TrainerRank
 
 STEPS = 8
@@ -49,13 +50,13 @@ def train(options: Options) -> None:
             watch = Stopwatch()
             with rank.phase("rollout"):
                 samples = roll_out(worker, asks(policy, options.seed + 1000 * step), version)
-            made, rewards = watch.lap(), [policy.task.reward(sample.tokens) for sample in samples]
+            made = watch.lap()
             with rank.phase("train"):
-                learn(policy, samples, rewards)
+                reward = learn(policy, samples)
             learned = watch.lap()
             version = rank.push(step).version  # returns when the fleet decided
             times = f"rollout {made:.1f} s  train {learned:.1f} s  push {watch.lap():.1f} s"
-            say(f"step {step}/{options.steps}  reward {mean(rewards):.3f}  version {version}  {times}")
+            say(f"step {step}/{options.steps}  reward {reward:.3f}  version {version}  {times}")
         after = evaluate(policy, worker, version)
         say(f"held-out reward {before:.3f} before, {after:.3f} after {options.steps} steps")
 
@@ -71,16 +72,9 @@ def roll_out(worker: RolloutWorker | None, asked: Sequence[Ask], version: Weight
     return from_first(lambda: worker.generate(asked, version) if worker else [])
 
 
-def learn(policy: Policy, samples: Sequence[Rollout], rewards: Sequence[float]) -> None:
-    """One step of GRPO. The ratio is against the logprobs that the engine sampled with."""
-    trajectories = [Trajectory(s.prompt, s.tokens, s.logprobs, r) for s, r in zip(samples, rewards, strict=True)]
-    length = policy.task.prompts.longest + MAX_TOKENS - 1
-    policy.learner.step(make_batch(trajectories, group_advantages(rewards, GROUP_SIZE), length, rows=len(samples)))
-
-
 def evaluate(policy: Policy, worker: RolloutWorker | None, version: WeightVersion) -> float:
-    """Mean reward of greedy answers to prompts that are never trained on."""
-    answers = roll_out(worker, [Ask(prompt, greedy_sampling()) for prompt in policy.task.prompts.held_out], version)
+    """Mean reward on prompts that are never trained on."""
+    answers = roll_out(worker, held_out(policy), version)
     return mean([policy.task.reward(answer.tokens) for answer in answers])
 
 
