@@ -74,18 +74,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         work.mkdir(parents=True, exist_ok=True)
         model = fetch(work, options.model, options.cache, seed=0)
         file = work / "fleet.toml"
-        file.write_text(fleet_toml(options.name, options.listen, model, work, options.cache))
+        teacher = fetch(work, "tiny", options.cache, seed=1) if options.name == "distill" else None
+        file.write_text(fleet_toml(options.name, options.listen, model, teacher))
         stack.enter_context(fleet(file, options.listen))
         words = ["--coordinator", options.listen, "--set", f"nproc_per_node={RANKS}", "--set", "max_restarts=0"]
         script = ["--", "-m", f"examples.{options.name}", "--model-dir", str(model), *rest]
         return weightplane("trainer", *words, "--log-level", "WARNING", *script).wait()
 
 
-def fleet_toml(name: str, address: str, model: Path, work: Path, cache: Path) -> str:
-    """Two engines of the policy; for distillation one, and a teacher with other weights."""
-    alone = name == "distill"
-    text = FLEET.format(address=address, model=model, engines=1 if alone else 2, devices=[0] if alone else [0, 1])
-    return text + TEACHER.format(teacher=fetch(work, "tiny", cache, seed=1)) if alone else text
+def fleet_toml(name: str, address: str, model: Path, teacher: Path | None) -> str:
+    """Two engines of the policy; for distillation one, and one of the teacher."""
+    if name != "distill":
+        return FLEET.format(address=address, model=model, engines=2, devices=[0, 1])
+    return FLEET.format(address=address, model=model, engines=1, devices=[0]) + TEACHER.format(teacher=teacher)
 
 
 def fetch(work: Path, name: str, cache: Path, seed: int) -> Path:

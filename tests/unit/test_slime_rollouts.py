@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -279,3 +282,26 @@ async def test_an_engine_that_dies_costs_no_sample(world: World, checkpoint: str
     sample = slime_types.Sample(tokens=list(PROMPT))
     await generate(arguments(world.server.address, checkpoint), sample, PARAMS)
     assert (sample.response_length, sample.weight_versions) == (4, ["1"])
+
+
+# ---- what the documentation says ----------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "interoperability.md").read_text()
+
+
+async def test_the_pages_example_runs_as_it_stands(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "to_slime" in block]
+    monkeypatch.setitem(sys.modules, "slime.utils.types", slime_types)
+    monkeypatch.setitem(sys.modules, "slime", slime_types)
+    monkeypatch.setitem(sys.modules, "slime.utils", slime_types)
+    world.fleet.publish(await world.engine("a", WHOLE))
+    scope: dict[str, Any] = {}
+    exec(compile(code, "docs/interoperability.md", "exec"), scope)
+    sample = await scope["roll_out"](world.server.address, PROMPT)
+    sample.check()
+    assert (sample.tokens, sample.weight_versions) == ([*PROMPT, 5, 6, 7, 8], ["1"])
+
+
+def test_the_pages_options_name_functions_that_are_there() -> None:
+    found = set(re.findall(r"-function-path (controlplane\S+)", PAGE))
+    assert found == {f"{function.__module__}.{function.__name__}" for function in (generate, generate_rollout)}
