@@ -14,10 +14,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 from controlplane.core.versions import WeightVersion
-from examples.async_rollouts import Account, AsyncRollouts
+from examples.async_rollouts import Account, AsyncRollouts, Wanted
 from examples.policy import Options, Policy, Stopwatch, build, from_first, held_out, is_first, learn, mean, parse, say
 from trainer_agent.demo.rollout_worker import Rollout
 from weightplane import TrainerRank
@@ -30,12 +30,13 @@ Stretch = tuple[float, float]
 
 def train(options: Options) -> None:
     policy, trained = build(options), list[Stretch]()
-    worker = AsyncRollouts(policy.task.prompts.training, options.seed, MAX_LAG) if is_first() else nullcontext()
-    with TrainerRank.join(source=policy.source) as rank, worker as rollouts:
+    with ExitStack() as stack:
+        rank = stack.enter_context(TrainerRank.join(source=policy.source))
         version = rank.push(0).version
+        wanted = Wanted(version, policy.task.prompts.training, options.seed, MAX_LAG)
+        # In a process of its own: no gRPC in this one, which may fork.
+        rollouts = stack.enter_context(AsyncRollouts(wanted)) if is_first() else None
         before = evaluate(policy, rollouts, version)
-        if rollouts:
-            rollouts.begin(version)
         began, pending = time.monotonic(), None
         for step in range(1, options.steps + 1):
             rank.set_step(step)

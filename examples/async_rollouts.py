@@ -10,7 +10,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
@@ -30,8 +29,7 @@ from trainer_agent.demo.rollout_worker import (
 from trainer_agent.demo.task import training_sampling
 
 if TYPE_CHECKING:
-    from controlplane.rollout.ahead import Group, RolloutsAhead
-    from controlplane.rollout.client import RolloutClient
+    from controlplane.rollout.ahead import Group
 
 WAIT_SECONDS = 120.0
 """For an engine: long enough for one that is started anew."""
@@ -52,24 +50,31 @@ class Account:
     """Samples, by reason and version."""
 
 
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What rollouts to make."""
+
+    version: WeightVersion
+    """The learner's weights, which the fleet committed."""
+    prompts: tuple[tuple[int, ...], ...]
+    seed: int
+    max_lag: int
+
+
 class AsyncRollouts(WorkerProcess):
     """Held by the first rank."""
 
-    def __init__(self, prompts: Sequence[tuple[int, ...]], seed: int, max_lag: int) -> None:
-        super().__init__(_serve, prompts, seed, max_lag)
-
-    def begin(self, version: WeightVersion) -> None:
-        """The learner's weights are this version, which the fleet committed: rollouts may begin."""
-        self.ask(("begin", version))
+    def __init__(self, wanted: Wanted) -> None:
+        super().__init__(_serve, wanted)
 
     def take(self) -> Batch:
         """What to train on next."""
-        batch: Batch = self.ask(("take",))
+        batch: Batch = self.ask("take")
         return batch
 
     def pushed(self) -> None:
         """The learner has begun a push."""
-        self.ask(("pushed",))
+        self.ask("pushed")
 
     def answers(self, asks: Sequence[Ask], version: WeightVersion) -> list[Rollout]:
         """To evaluate with: of `version`."""
@@ -78,70 +83,42 @@ class AsyncRollouts(WorkerProcess):
 
     def end(self) -> Account:
         """No more rollouts are begun."""
-        account: Account = self.ask(("end",))
+        account: Account = self.ask("end")
         return account
 
 
-def _serve(pipe: Connection, coordinator: str, prompts: Sequence[tuple[int, ...]], seed: int, max_lag: int) -> None:
-    asyncio.run(_answer(pipe, coordinator, prompts, seed, max_lag))
+def _serve(pipe: Connection, coordinator: str, wanted: Wanted) -> None:
+    asyncio.run(_answer(pipe, coordinator, wanted))
 
 
-async def _answer(
-    pipe: Connection, coordinator: str, prompts: Sequence[tuple[int, ...]], seed: int, max_lag: int
-) -> None:
+async def _answer(pipe: Connection, coordinator: str, wanted: Wanted) -> None:
+    from controlplane.rollout.ahead import RolloutsAhead  # gRPC: not above, where the ranks import this module
     from controlplane.rollout.client import RolloutClient
+    from controlplane.rollout.staleness import StalenessGuard
 
-    async with RolloutClient(coordinator, wait_seconds=WAIT_SECONDS, on_loss="resume") as client, AsyncExitStack() as s:
-        maker = _Maker(client, prompts, seed, max_lag, s)
-
-        async def answer(request: tuple[Any, ...]) -> Any:
-            name, *arguments = request
-            return await getattr(maker, name)(*arguments)
-
-        await answer_all(pipe, answer)
-
-
-class _Maker:
-    """Does what `AsyncRollouts` asks for, by the same names."""
-
-    def __init__(
-        self, client: RolloutClient, prompts: Sequence[tuple[int, ...]], seed: int, max_lag: int, stack: AsyncExitStack
-    ) -> None:
-        from controlplane.rollout.staleness import StalenessGuard
-
-        self._client = client
-        self._prompts = prompts
-        self._seed = seed
-        self._guard = StalenessGuard(client.commits, max_lag)
-        self._stack = stack
-        self._ahead: RolloutsAhead
-
-    async def begin(self, version: WeightVersion) -> None:
-        from controlplane.rollout.ahead import RolloutsAhead
-
-        self._ahead = RolloutsAhead(
-            self._client,
-            self._guard,
-            version,
-            shuffled(self._prompts, self._seed),
-            training_sampling(self._seed),
-            group_size=GROUP_SIZE,
-            groups=PROMPTS_PER_STEP,
+    prompts, sampling = shuffled(wanted.prompts, wanted.seed), training_sampling(wanted.seed)
+    async with RolloutClient(coordinator, wait_seconds=WAIT_SECONDS, on_loss="resume") as client:
+        guard = StalenessGuard(client.commits, wanted.max_lag)
+        ahead = RolloutsAhead(
+            client, guard, wanted.version, prompts, sampling, group_size=GROUP_SIZE, groups=PROMPTS_PER_STEP
         )
-        await self._stack.enter_async_context(self._ahead)
 
-    async def take(self) -> Batch:
-        return [rollouts_of(group) for group in await self._ahead.take()]
+        async def answer(request: Any) -> Any:
+            match request:
+                case "take":
+                    return [rollouts_of(group) for group in await ahead.take()]
+                case "pushed":
+                    return ahead.pushed()
+                case "answers", asks, version:
+                    return await gather_rollouts(partial(roll_out, client), asks, version)
+                case "end":
+                    await ahead.close()
+                    return Account(ahead.busy, guard.lags, guard.dropped)
+                case _:
+                    raise ValueError(f"nobody asks for {request!r}")
 
-    async def pushed(self) -> None:
-        self._ahead.pushed()
-
-    async def answers(self, asks: Sequence[Ask], version: WeightVersion) -> list[Rollout]:
-        return await gather_rollouts(partial(roll_out, self._client), asks, version)
-
-    async def end(self) -> Account:
-        await self._stack.aclose()
-        return Account(self._ahead.busy, self._guard.lags, self._guard.dropped)
+        async with ahead:
+            await answer_all(pipe, answer)
 
 
 def shuffled(prompts: Sequence[tuple[int, ...]], seed: int) -> Iterator[tuple[int, ...]]:

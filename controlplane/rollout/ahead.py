@@ -93,6 +93,10 @@ class RolloutsAhead:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Nothing more is made; what is in flight is ended in its engines. Idempotent."""
         tasks = [*self._tasks, *self._making]
         for task in tasks:
             task.cancel()
