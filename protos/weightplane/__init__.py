@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from controlplane.core.pauses import PauseMode, PausePolicy
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
-    from controlplane.rollout.blocking import BlockingRolloutClient
     from controlplane.rollout.ahead import RolloutsAhead
+    from controlplane.rollout.blocking import BlockingRolloutClient
     from controlplane.rollout.client import RolloutClient
     from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
     from controlplane.rollout.staleness import StalenessGuard
