@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from controlplane.rollout.adapters.slime import generate
+
 
 @dataclass
 class PrefixCacheInfo:
@@ -116,6 +118,24 @@ async def reward_of(args: Namespace, sample: Sample) -> float:
 async def rewards_of(args: Namespace, group: list[Sample]) -> list[float]:
     """One for group rewards."""
     return [float(len(group))] * len(group)
+
+
+async def generates_twice(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """An agent with a tool: it generates, adds the tool's token, which carries no loss, and generates again."""
+    await generate(args, sample, sampling_params)
+    assert sample.loss_mask is not None
+    assert sample.rollout_log_probs is not None
+    sample.tokens.append(11)
+    sample.response_length += 1
+    sample.loss_mask.append(0)
+    sample.rollout_log_probs.append(0.0)
+    sample.status = Sample.Status.PENDING
+    return await generate(args, sample, sampling_params | {"max_new_tokens": 9})  # type: ignore[no-any-return]
+
+
+async def generates_another(args: Namespace, sample: Sample, sampling_params: dict[str, Any]) -> Sample:
+    """One sample in place of another."""
+    return Sample(status=Sample.Status.COMPLETED)
 
 
 @dataclass

@@ -231,6 +231,29 @@ async def test_an_error_ends_the_rollout_as_itself(world: World, checkpoint: str
         await roll_out(arguments(world.server.address, checkpoint), DataSource([[1], [2]]))
 
 
+async def test_a_generate_function_of_theirs_makes_the_samples_and_may_not_swap_them(
+    world: World, checkpoint: str
+) -> None:
+    world.fleet.publish(await world.engine("a", WHOLE))
+    args = arguments(world.server.address, checkpoint)
+    args.custom_generate_function_path = "tests.support.slime_types.generates_twice"
+    groups = await roll_out(args, DataSource([[1], [2]]))
+    assert {tuple(s.tokens[1:]) for group in groups for s in group} == {(5, 6, 7, 8, 11, 5, 6, 7, 8)}
+    assert {tuple(s.loss_mask or ()) for group in groups for s in group} == {(1, 1, 1, 1, 0, 1, 1, 1, 1)}
+    assert {str(s.metadata[SPANS_KEY]) for group in groups for s in group} == {"[[1, 1, 0, 4], [1, 1, 5, 9]]"}
+    args.custom_generate_function_path = "tests.support.slime_types.generates_another"
+    with pytest.raises(InvalidRequest, match="another sample"):
+        await roll_out(args, DataSource([[1], [2]]))
+
+
+async def test_what_lags_more_than_is_allowed_is_masked(world: World, checkpoint: str) -> None:
+    mixed = says(tokens(5, 6), tokens(7, 8, made_by=3), finish((1, 0, 2), (3, 2, 4)))
+    world.fleet.commits(1, 2, 3)
+    world.fleet.publish(await world.engine("a", mixed))
+    groups = await roll_out(arguments(world.server.address, checkpoint, weightplane_max_lag=1), DataSource([[1], [2]]))
+    assert {tuple(s.loss_mask or ()) for group in groups for s in group} == {(0, 0, 1, 1)}
+
+
 def test_what_has_no_place_is_refused_and_no_coordinator_is_asked() -> None:
     source = DataSource([[1]])
     with pytest.raises(InvalidRequest, match="--eval-function-path"):

@@ -20,8 +20,9 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
+from operator import eq
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -30,6 +31,10 @@ from controlplane.rollout.adapters.slime_sample import append, check, last_versi
 from controlplane.rollout.client import RolloutClient
 
 COORDINATOR_VARIABLE = "WEIGHTPLANE_COORDINATOR"
+WAIT_SECONDS = 600.0
+"""For an engine: longer than a new one takes to start."""
+SAMPLE_SECONDS = 3600.0
+"""For a whole sample, unless `args.weightplane_sample_seconds` says otherwise."""
 CUT_SECONDS = 30.0
 """For samples that were cut to come back."""
 CUT_AGAIN_SECONDS = 1.0
@@ -102,7 +107,7 @@ class _Rollout:
 
     async def run(self) -> list[Group]:
         async with AsyncExitStack() as stack:
-            client = await stack.enter_async_context(RolloutClient(_coordinator(self._args)))
+            client = await stack.enter_async_context(_new_client(self._args))
             _clients[asyncio.get_running_loop()] = client
             try:
                 done = await self._full_batch()
@@ -156,7 +161,9 @@ class _Rollout:
     async def _one(self, sample: Any) -> None:
         if sample.status.value in ("completed", "truncated"):
             return  # it was done before its group was cut
-        await self._generate(self._args, sample, _sampling_params(self._args))
+        if await self._generate(self._args, sample, _sampling_params(self._args)) is not sample:
+            problem = "it returned another sample than it was given; one that makes several of one has no place here"
+            raise InvalidRequest(field="args.custom_generate_function_path", problem=problem)
         if not self._args.group_rm and sample.reward is None and not _unfinished([sample]):
             sample.reward = await _reward(self._args, sample)(self._args, sample)
 
@@ -192,8 +199,7 @@ class _Rollout:
         max_lag, commits = getattr(self._args, "weightplane_max_lag", None), client.commits
         for sample in (sample for group in groups for sample in group):
             if self._args.partial_rollout and self._args.mask_offpolicy_in_partial_rollout:
-                last = last_version(sample)
-                mask_spans(sample, lambda version, last=last: version == last)  # type: ignore[misc]
+                mask_spans(sample, partial(eq, last_version(sample)))
             if max_lag is not None:
                 mask_spans(sample, lambda version: commits.lag(version) <= max_lag)
 
@@ -252,11 +258,16 @@ def _coordinator(args: Any) -> str:
     return str(found)
 
 
+def _new_client(args: Any) -> RolloutClient:
+    seconds = getattr(args, "weightplane_sample_seconds", None) or SAMPLE_SECONDS
+    return RolloutClient(_coordinator(args), wait_seconds=WAIT_SECONDS, deadline_seconds=float(seconds))
+
+
 async def _client(args: Any) -> RolloutClient:
     """This loop's. One that `generate_rollout` did not open lives as long as its loop."""
     loop = asyncio.get_running_loop()
     if loop not in _clients:
-        _clients[loop] = await RolloutClient(_coordinator(args)).__aenter__()
+        _clients[loop] = await _new_client(args).__aenter__()
     return _clients[loop]
 
 
