@@ -18,8 +18,9 @@ from contextlib import ExitStack
 
 from controlplane.core.versions import WeightVersion
 from examples.async_rollouts import Account, AsyncRollouts, Wanted
-from examples.policy import Options, Policy, Stopwatch, build, from_first, held_out, is_first, learn, mean, parse, say
+from examples.policy import Options, Policy, build, from_first, held_out, is_first, learn, mean, parse, say
 from trainer_agent.demo.rollout_worker import Rollout
+from trainer_agent.demo.stopwatch import Stopwatch
 from weightplane import TrainerRank
 
 STEPS = 8

@@ -18,9 +18,10 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from controlplane.core.versions import WeightVersion
-from examples.policy import PROMPTS_PER_STEP, Options, Policy, Stopwatch, build, from_first, is_first, mean, parse, say
+from examples.policy import PROMPTS_PER_STEP, Options, Policy, build, from_first, is_first, mean, parse, say
 from trainer_agent.demo.objective import Batch, Trajectory, make_batch
 from trainer_agent.demo.rollout_worker import Ask, Rollout, WorkerProcess, answer_all, gather_rollouts, roll_out
+from trainer_agent.demo.stopwatch import Stopwatch
 from trainer_agent.demo.task import draw_prompts, training_sampling
 from weightplane import TrainerRank
 

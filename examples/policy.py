@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -126,18 +125,6 @@ def say(text: str) -> None:
     """Once, not on every rank."""
     if is_first():
         print(text, flush=True)
-
-
-class Stopwatch:
-    """Seconds since it was made or last read."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-
-    def lap(self) -> float:
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        return seconds
 
 
 def mean(values: Sequence[float]) -> float:

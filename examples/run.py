@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from controlplane.cli.ask import get_fleet
 from controlplane.cli.demo.settings import default_cache_dir
@@ -68,18 +69,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--keep", type=Path, help="work in this directory, and keep it")
     parser.add_argument("--cache", type=Path, default=default_cache_dir(), help="where models are kept")
     options, rest = parser.parse_known_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, _: sys.exit(128 + number))
     with ExitStack() as stack:
         work = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightplane-example-")))
+        work, cache = work.absolute(), options.cache.absolute()
         work.mkdir(parents=True, exist_ok=True)
-        model = fetch(work, options.model, options.cache, seed=0)
+        model = fetch(work, options.model, cache, seed=0)
         file = work / "fleet.toml"
-        teacher = fetch(work, "tiny", options.cache, seed=1) if options.name == "distill" else None
+        teacher = fetch(work, "tiny", cache, seed=1) if options.name == "distill" else None
         file.write_text(fleet_toml(options.name, options.listen, model, teacher))
         stack.enter_context(fleet(file, options.listen))
         words = ["--coordinator", options.listen, "--set", f"nproc_per_node={RANKS}", "--set", "max_restarts=0"]
         script = ["--", "-m", f"examples.{options.name}", "--model-dir", str(model), *rest]
-        return weightplane("trainer", *words, "--log-level", "WARNING", *script).wait()
+        words += ["--log-level", "WARNING", "--die-with-parent", str(os.getpid())]
+        return stack.enter_context(weightplane("trainer", *words, *script)).wait()
 
 
 def fleet_toml(name: str, address: str, model: Path, teacher: Path | None) -> str:
@@ -93,26 +97,31 @@ def fetch(work: Path, name: str, cache: Path, seed: int) -> Path:
     """Make a model's directory, in a process of its own: torch's memory is gone afterwards."""
     told = work / f"{name}-{seed}.path"
     words = [name, str(cache), str(seed), str(told)]
-    subprocess.run([sys.executable, "-m", "controlplane.cli.demo.fetch_model", *words], check=True)
+    if subprocess.run([sys.executable, "-m", "controlplane.cli.demo.fetch_model", *words], check=False).returncode:
+        raise SystemExit(1)  # it said why
     return Path(told.read_text())
 
 
-def weightplane(*words: str, quiet: bool = False) -> subprocess.Popen[bytes]:
-    """A command of ours, which is asked to end when this process ends, however that comes about."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "controlplane.cli.main", *words],
-        env=os.environ | QUIET_MATHS,
-        stderr=subprocess.DEVNULL if quiet else None,
-        preexec_fn=lambda: set_death_signal(signal.SIGTERM),
-    )
+@contextmanager
+def weightplane(*words: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A command of ours, in a session of its own: Ctrl-C reaches this process alone, which then ends it in order."""
+    command = [sys.executable, "-m", "controlplane.cli.main", *words]
+    process = subprocess.Popen(command, env=os.environ | QUIET_MATHS, start_new_session=True, **options)
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.terminate()
+        process.wait(STOP_SECONDS)
 
 
 @contextmanager
 def fleet(file: Path, address: str) -> Iterator[None]:
     """Every process of a fleet file, from when its engines run; at the end all of them are ended."""
     started = time.monotonic()
-    up = weightplane("up", str(file), quiet=True)
-    try:
+    # It ends when this process does, however that comes about. Nothing here speaks gRPC before the fork.
+    options = {"stderr": subprocess.DEVNULL, "preexec_fn": lambda: set_death_signal(signal.SIGTERM)}
+    with weightplane("up", str(file), **options) as up:
         print(f"starting a fleet at {address}; logs: {file.parent}/state/logs", flush=True)
         while not running(address):
             if up.poll() is not None or time.monotonic() > started + START_SECONDS:
@@ -120,9 +129,6 @@ def fleet(file: Path, address: str) -> Iterator[None]:
             time.sleep(0.5)
         print(f"its engines run after {time.monotonic() - started:.0f} s", flush=True)
         yield
-    finally:
-        up.terminate()
-        up.wait(STOP_SECONDS)
 
 
 def running(address: str) -> bool:

@@ -21,7 +21,6 @@ from examples.policy import (
     PROMPTS_PER_STEP,
     Options,
     Policy,
-    Stopwatch,
     build,
     from_first,
     held_out,
@@ -32,6 +31,7 @@ from examples.policy import (
     say,
 )
 from trainer_agent.demo.rollout_worker import Ask, Rollout, RolloutWorker
+from trainer_agent.demo.stopwatch import Stopwatch
 from trainer_agent.demo.task import draw_prompts, training_sampling
 from weightplane import TrainerRank
 
