@@ -18,7 +18,7 @@ from controlplane.rollout.adapters.slime import close, generate, generate_rollou
 from controlplane.rollout.sample import SPANS_KEY, Sample, Span
 from tests.support import slime_types
 from tests.support.eventually import eventually
-from tests.support.fake_fleet import finish, refuses, says, tokens, version
+from tests.support.fake_fleet import finish, hangs, refuses, says, tokens, version
 from tests.support.slime_types import DataSource, arguments
 from tests.unit.test_rollout_client import PROMPT, World
 from tests.unit.test_rollout_losses import first_then
@@ -89,6 +89,23 @@ async def test_a_sample_that_an_update_cuts_goes_on_at_once(world: World, checkp
     sample = slime_types.Sample(tokens=list(PROMPT))
     await generate(arguments(world.server.address, checkpoint), sample, PARAMS)
     assert (sample.response_length, sample.weight_versions) == (4, ["1", "2"])
+
+
+async def test_a_sample_whose_task_their_rollout_cancels_keeps_the_tokens_that_it_has(
+    world: World, checkpoint: str
+) -> None:
+    assert generate.abort_mode == "request"  # type: ignore[attr-defined]  # what tells their rollout to cancel it
+    engine = await world.engine("a", hangs(tokens(5, 6)))
+    world.fleet.publish(engine)
+    sample = slime_types.Sample(tokens=list(PROMPT))
+    task = asyncio.create_task(generate(arguments(world.server.address, checkpoint), sample, PARAMS))
+    await eventually(lambda: engine.running == 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (sample.tokens, sample.response, sample.weight_versions) == ([*PROMPT, 5, 6], "w5 w6", ["1"])
+    assert sample.status is slime_types.Sample.Status.ABORTED
+    await eventually(lambda: engine.running == 0)
 
 
 @pytest.mark.parametrize(
@@ -208,8 +225,9 @@ async def test_requests_that_wait_for_an_engine_come_back_untouched(world: World
     source = DataSource([[9], [1], [8], [7]])
     options = {"partial_rollout": True, "over_sampling_batch_size": 4, "rollout_batch_size": 1}
     groups = await roll_out(arguments(world.server.address, checkpoint, **options), source)
-    assert [group[0].group_index for group in groups] == [1]
-    assert engine.running == 0
+    assert len(groups) == 1
+    assert groups[0][0].group_index != 0
+    await eventually(lambda: engine.running == 0)
     assert {s.status.value for group in source.buffer for s in group} <= {"aborted", "truncated"}
     assert [len(s.tokens) - s.response_length for group in source.buffer for s in group] == [1] * 6
 
