@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from controlplane.rollout.adapters.slime import generate
@@ -108,6 +109,17 @@ def arguments(coordinator: str, checkpoint: str, **given: Any) -> Namespace:
         "rollout_all_samples_process_path": None,
     }
     return Namespace(**(defaults | given))
+
+
+def word_tokenizer(directory: Path, words: int) -> str:
+    """A model directory with a tokenizer: token 5 is the text `w5`."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=made).save_pretrained(directory)
+    return str(directory)
 
 
 async def reward_of(args: Namespace, sample: Sample) -> float:

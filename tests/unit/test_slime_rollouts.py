@@ -31,14 +31,7 @@ WHOLE = says(tokens(5, 6, 7, 8), finish((1, 0, 4)))
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A model directory with a tokenizer of 20 words: token 5 is the text `w5`."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(20)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    directory = tmp_path_factory.mktemp("words")
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(directory)
-    return str(directory)
+    return slime_types.word_tokenizer(tmp_path_factory.mktemp("words"), 20)
 
 
 @pytest.fixture
