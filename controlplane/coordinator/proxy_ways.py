@@ -31,12 +31,13 @@ class ProxyWay:
         """Raises the last engine's answer, VersionUnavailable, DeadlineExceeded; and, where no engine answered since a
         restart's reports are awaited, CoordinatorRecovering or LedgerRegressed."""
         try:
-            route, _ = await self._choosing.next_route(search)
+            chosen = await self._choosing.next_route(search)
         except (e.VersionUnavailable, e.DeadlineExceeded):
             if search.last_error is None:
                 self._hub.core.check_recovered()
             raise
-        return route
+        assert chosen is not None, "a caller of the proxy that ends its request leaves"
+        return chosen[0]
 
     async def close(self) -> None:
         self._follower.cancel()

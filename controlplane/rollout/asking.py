@@ -65,7 +65,7 @@ class Ask(Search):
     def lost(self, error: e.WeightplaneError) -> Delta | None:
         """An engine went away. Raises the error where no other may be asked; a last delta where nothing is left."""
         self.last_error = error
-        if not self.has_begun:
+        if not self.has_begun or self.aborted:
             return None
         if self.on_loss == "fail":
             raise error
@@ -82,6 +82,11 @@ class Ask(Search):
         if ending is None or ending.finish_reason != "abort" or ending.stop_reason not in CUT:
             return False
         return self.on_loss != "fail" and len(self.assembly.tokens) < self.sampling.max_tokens
+
+    def ended_by_caller(self) -> Delta:
+        """The last delta of one that waited for an engine when its caller ended it."""
+        self.assembly.begin_part()
+        return Delta(EngineId(""), (), (), None, Ending("abort", "aborted", (), len(self.prompt), 0))
 
     def _full(self) -> Delta | None:
         """All tokens had come, only the word that it was the end had not."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Collection, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -73,6 +73,10 @@ class BlockingRolloutClient:
     def score(self, token_ids: Sequence[int], **options: Any) -> Scores:
         """See `RolloutClient.score`."""
         return self._wait(self._client.score(token_ids, **options))
+
+    def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """See `RolloutClient.abort`."""
+        self._wait(self._client.abort(request_ids))
 
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         """Ctrl-C here ends the work there too."""

@@ -31,12 +31,12 @@ class RouteBoard:
         """These are the routes now; channels to other engines close once nobody uses them."""
         self.table.replace(routes)
         self._connections.keep([r.endpoint for r in routes.routes])
-        self._wake()
+        self.wake()
 
     def refuse(self, error: e.WeightplaneError) -> None:
         """Every request that waits, or comes, is told this."""
         self.refused = error
-        self._wake()
+        self.wake()
 
     @contextlib.contextmanager
     def asking(self, route: Route) -> Iterator[grpc.aio.Channel]:
@@ -64,7 +64,8 @@ class RouteBoard:
         self._room.set()
         self._room = asyncio.Event()
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Have all who wait look again."""
         self._changed.set()
         self._changed = asyncio.Event()
         self._ended()

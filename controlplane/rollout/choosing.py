@@ -35,6 +35,8 @@ class Search:
     last_error: e.WeightplaneError | None = None
     settle_by: float = 0.0
     """Until when missing engines are waited for; 0: not yet."""
+    aborted: bool = False
+    """Its caller ended it: it comes back as it is, without a token too."""
 
     @property
     def engine_wait(self) -> float:
@@ -56,10 +58,13 @@ class Choosing:
         self._policy = policy
         self._coordinator = coordinator
 
-    async def next_route(self, search: Search) -> tuple[Route, RunId]:
-        """Raises what the coordinator refused, the last engine's answer, VersionUnavailable, DeadlineExceeded."""
+    async def next_route(self, search: Search) -> tuple[Route, RunId] | None:
+        """None: its caller ended it.
+
+        Raises what the coordinator refused, the last engine's answer, VersionUnavailable, DeadlineExceeded.
+        """
         table = self._board.table
-        while True:
+        while not search.aborted:
             if self._board.refused is not None:
                 raise self._board.refused
             candidates = table.candidates(search.pin, search.tried)
@@ -76,6 +81,7 @@ class Choosing:
                 raise self._gave_up(search)
             await self._board.change(min(left, RETRY_PAUSE_SECONDS) if search.tried else left)
             search.tried.clear()
+        return None
 
     async def _room(self, search: Search) -> None:
         """Every engine that may be asked is full: their requests' ends are waited for, as a sample's would be."""

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -30,6 +30,7 @@ from controlplane.rollout.connections import Connections
 from controlplane.rollout.engine_errors import ELSEWHERE_MAY_DO, engine_error, nothing_came
 from controlplane.rollout.policies import LeastLoaded, Policy
 from controlplane.rollout.routing import Route, Routes
+from controlplane.rollout.running import Running
 from controlplane.rollout.sample import Assembly, Delta, Sample, Scores
 from controlplane.rollout.watching import RouteWatch
 from controlplane.rollout.wire import delta_from_proto
@@ -79,6 +80,7 @@ class RolloutClient:
         run = None if run_id is None else RunId(run_id)
         self._watch = RouteWatch(coordinator, self._model, run, self._connections, include_kept=include_kept)
         self._choosing = Choosing(self._watch, policy or LeastLoaded(), coordinator)
+        self._running = Running(self._connections, self._model, self._watch.wake)
         self._watcher: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
@@ -102,6 +104,10 @@ class RolloutClient:
     def commits(self) -> Commits:
         """The fleet's commits, as far as they were told: what lag is counted in. Grows while the client lives."""
         return self._watch.table.commits
+
+    async def changed(self, timeout: float) -> bool:
+        """Whether the routes, or what is known of the fleet's commits, changed within `timeout` seconds."""
+        return await self._watch.change(timeout)
 
     async def generate(
         self,
@@ -227,7 +233,9 @@ class RolloutClient:
         pin, one = Pin(min_version, exact_version, max_lag), SamplingSettings(max_tokens=1)
         ask = self._new_ask(token_ids, one, pin, "", deadline_seconds, session_id, "fail", None)
         while True:
-            route, run_id = await self._choosing.next_route(ask)
+            chosen = await self._choosing.next_route(ask)
+            assert chosen is not None, "scores are not aborted"
+            route, run_id = chosen
             request = rollout_pb2.ScoreRequest(
                 run_id=run_id,
                 model=self._model,
@@ -244,6 +252,13 @@ class RolloutClient:
                 self._declined(engine_error(error, route, ask), route, ask)
                 continue
             return Scores((None, *answer.logprobs), version_from_proto(answer.version), route.engine_id)
+
+    async def abort(self, request_ids: Collection[str] | None = None) -> None:
+        """End requests of this client, or all of them, wherever they are.
+
+        Their samples come back as they are, with finish_reason `abort`; those without a token too. Idempotent.
+        """
+        await self._running.abort(request_ids)
 
     # ---- one request ----------------------------------------------------------------------------
 
@@ -282,23 +297,27 @@ class RolloutClient:
         )
 
     async def _deltas(self, ask: Ask) -> AsyncGenerator[Delta, None]:
-        while True:
-            route, run_id = await self._choosing.next_route(ask)
-            try:
-                async with contextlib.aclosing(self._ask_engine(route, run_id, ask)) as deltas:
-                    async for delta in deltas:
-                        ask.assembly.add(delta)
-                        if ask.cut(delta):
-                            yield replace(delta, ending=None)
-                            raise e.RequestAborted(request_id=ask.assembly.request_id)
-                        yield delta
-                return
-            except ELSEWHERE_MAY_DO as error:
-                rest = self._declined(error, route, ask)
-                if rest is not None:
-                    ask.assembly.add(rest)
-                    yield rest
+        with self._running.request(ask):
+            while (chosen := await self._choosing.next_route(ask)) is not None:
+                route, run_id = chosen
+                try:
+                    async with contextlib.aclosing(self._ask_engine(route, run_id, ask)) as deltas:
+                        async for delta in deltas:
+                            ask.assembly.add(delta)
+                            if ask.cut(delta):
+                                yield replace(delta, ending=None)
+                                raise e.RequestAborted(request_id=ask.assembly.request_id)
+                            yield delta
                     return
+                except ELSEWHERE_MAY_DO as error:
+                    rest = self._declined(error, route, ask)
+                    if rest is not None:
+                        ask.assembly.add(rest)
+                        yield rest
+                        return
+            rest = ask.ended_by_caller()
+            ask.assembly.add(rest)
+            yield rest
 
     def _declined(self, error: e.WeightplaneError, route: Route, ask: Ask) -> Delta | None:
         """Raises the error where no other engine may be asked; a delta where the sample is whole as it is."""
@@ -316,7 +335,7 @@ class RolloutClient:
         request.run_id = run_id
         request.wait.CopyFrom(seconds_to_proto(ask.engine_wait))
         validate(request)
-        with self._watch.asking(route) as channel:
+        with self._watch.asking(route) as channel, self._running.at(route, run_id, ask):
             call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=ask.time_left)
             try:
                 async for response in call:
@@ -334,7 +353,7 @@ class RolloutClient:
 
 def _refuse_empty_end(delta: Delta, ask: Ask) -> None:
     """An engine that ends a sample before its first token has lost nothing of it: another one may do it."""
-    if delta.ending is None or delta.tokens or ask.has_begun:
+    if delta.ending is None or delta.tokens or ask.has_begun or ask.aborted:
         return
     error = nothing_came(delta.engine_id, ask.assembly.request_id, delta.ending.finish_reason, delta.ending.stop_reason)
     if error is not None:

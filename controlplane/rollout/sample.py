@@ -6,12 +6,17 @@ whoever holds a sample can trust its spans.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from controlplane.core.errors import SpanMismatch
 from controlplane.core.pins import ANY, Pin
 from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.versions import EngineId, WeightVersion
+
+SPANS_KEY = "weightplane_spans"
+_SLIME_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted", "version_changed": "aborted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +79,26 @@ class Sample:
     def loss_mask(self, *versions: WeightVersion) -> tuple[bool, ...]:
         """One for each token: whether one of these versions made it."""
         return tuple(span.version in versions for span in self.spans for _ in range(span.start, span.end))
+
+    def to_slime(self, prompt_token_ids: Sequence[int], mask: Sequence[bool] | None = None) -> dict[str, Any]:
+        """The same in slime's and vime's words: fields of their `Sample`, as its `from_dict` takes them.
+
+        `weight_versions` has the decimal number of each span's version, as text. The spans themselves, with terms,
+        are in `metadata` under `SPANS_KEY`: [number, term, start, end], counted from the response's first token.
+        `mask`: which tokens count (`Admitted.mask`); None: all. Without logprobs `rollout_log_probs` is None.
+        """
+        counts = [True] * len(self.tokens) if mask is None else mask
+        if len(counts) != len(self.tokens):
+            raise ValueError(f"a mask of {len(counts)} for {len(self.tokens)} tokens")
+        return {
+            "tokens": [*prompt_token_ids, *self.tokens],
+            "response_length": len(self.tokens),
+            "loss_mask": [int(each) for each in counts],
+            "rollout_log_probs": list(self.logprobs) if self.logprobs or not self.tokens else None,
+            "weight_versions": [str(span.version.number) for span in self.spans],
+            "status": _SLIME_STATUS[self.finish_reason],
+            "metadata": {SPANS_KEY: [[s.version.number, s.version.term, s.start, s.end] for s in self.spans]},
+        }
 
 
 @dataclass(frozen=True, slots=True)

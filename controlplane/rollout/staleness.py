@@ -7,7 +7,7 @@ inflate it. What is dropped or masked is counted by version, and nothing is let 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,7 +40,7 @@ class Admitted:
     mask: tuple[bool, ...]
     """One for each token: whether it counts."""
     lags: tuple[int, ...]
-    """One for each span: fleet commits behind the newest, when it was admitted."""
+    """One for each span: fleet commits behind the learner, when it was admitted."""
 
 
 @dataclass
@@ -58,33 +58,59 @@ class StalenessGuard:
     admitted: int = 0
     """Samples."""
     dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Samples, by reason and number of the oldest version in them."""
+    """Samples, by reason (`stale`; `group`: one of its group was) and number of the oldest version in them."""
     masked_tokens: Counter[int] = field(default_factory=Counter)
     """By version number."""
     lags: Counter[int] = field(default_factory=Counter)
     """Tokens admitted, by their lag."""
 
-    def admit(self, sample: Sample) -> Admitted | None:
-        """None: it was dropped, and counted."""
-        lags = tuple(self.commits.lag(span.version) for span in sample.spans)
+    def admit(self, sample: Sample, *, pending_commits: int = 0) -> Admitted | None:
+        """None: it was dropped, and counted.
+
+        `pending_commits`: pushes of the learner that the fleet has not committed yet. Its weights are ahead of the
+        fleet's by so many, and a sample is behind the learner by so many more.
+        """
+        lags = self._lags(sample, pending_commits)
         stale = [span for span, lag in zip(sample.spans, lags, strict=True) if lag > self.max_lag]
         if stale and self.policy == "raise":
-            raise self._too_stale(stale[0])
+            raise self._too_stale(stale[0], lags[sample.spans.index(stale[0])])
         fresh = len(sample.tokens) - sum(span.end - span.start for span in stale)
         if stale and (self.policy == "drop" or not fresh):
-            self.dropped["stale", min(span.version.number for span in stale)] += 1
+            self._drop(sample, "stale")
             return None
         self._count(sample, lags, stale)
         old = {i for span in stale for i in range(span.start, span.end)}
         return Admitted(sample, tuple(i not in old for i in range(len(sample.tokens))), lags)
 
-    def admit_all(self, samples: Iterable[Sample]) -> list[Admitted]:
+    def admit_all(self, samples: Iterable[Sample], *, pending_commits: int = 0) -> list[Admitted]:
         """Those that were admitted."""
-        return [admitted for sample in samples if (admitted := self.admit(sample)) is not None]
+        admitted = (self.admit(sample, pending_commits=pending_commits) for sample in samples)
+        return [each for each in admitted if each is not None]
+
+    def admit_group(self, samples: Sequence[Sample], *, pending_commits: int = 0) -> list[Admitted] | None:
+        """All of them or none, where rewards are compared within a group. None: one was stale; all are counted."""
+        stale = [s for s in samples if self._would_drop(s, pending_commits)]
+        if not stale:
+            return self.admit_all(samples, pending_commits=pending_commits)
+        for sample in samples:
+            self._drop(sample, "stale" if sample in stale else "group")
+        return None
 
     def may_begin(self, version: WeightVersion, *, pending_commits: int = 1) -> bool:
         """Whether work begun now under `version` may still count after `pending_commits` more: else it is not begun."""
         return self.commits.lag(version) + pending_commits <= self.max_lag
+
+    def _lags(self, sample: Sample, pending_commits: int) -> tuple[int, ...]:
+        return tuple(self.commits.lag(span.version) + pending_commits for span in sample.spans)
+
+    def _would_drop(self, sample: Sample, pending_commits: int) -> bool:
+        lags = self._lags(sample, pending_commits)
+        if self.policy == "raise" or not lags:
+            return False
+        return (max if self.policy == "drop" else min)(lags) > self.max_lag
+
+    def _drop(self, sample: Sample, reason: str) -> None:
+        self.dropped[reason, min(span.version.number for span in sample.spans)] += 1
 
     def _count(self, sample: Sample, lags: tuple[int, ...], stale: list[Span]) -> None:
         self.admitted += 1
@@ -95,6 +121,5 @@ class StalenessGuard:
             else:
                 self.lags[lag] += tokens
 
-    def _too_stale(self, span: Span) -> TooStale:
-        lag = self.commits.lag(span.version)
+    def _too_stale(self, span: Span, lag: int) -> TooStale:
         return TooStale(version=str(span.version), start=span.start, end=span.end, lag=lag, max_lag=self.max_lag)

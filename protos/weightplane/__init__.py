@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from controlplane.core.pauses import PauseMode, PausePolicy
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
+    from controlplane.rollout.ahead import RolloutsAhead
     from controlplane.rollout.blocking import BlockingRolloutClient
     from controlplane.rollout.client import RolloutClient
     from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
@@ -37,6 +38,7 @@ __all__ = [
     "PausePolicy",
     "PowerOfTwo",
     "RolloutClient",
+    "RolloutsAhead",
     "SamplingSettings",
     "StalenessGuard",
     "TrainerRank",
@@ -58,6 +60,7 @@ _HOMES = {
     "PausePolicy": "controlplane.core.pauses",
     "PowerOfTwo": "controlplane.rollout.policies",
     "RolloutClient": "controlplane.rollout.client",
+    "RolloutsAhead": "controlplane.rollout.ahead",
     "SamplingSettings": "controlplane.core.sampling",
     "StalenessGuard": "controlplane.rollout.staleness",
     "TrainerRank": "trainer_agent.rank",

@@ -14,8 +14,9 @@ from typing import Any
 import grpc
 
 from controlplane.core import errors as e
+from controlplane.core.lag import FleetCommit
 from controlplane.core.versions import Term, WeightVersion
-from controlplane.rpc.codec import version_to_proto
+from controlplane.rpc.codec import commit_to_proto, version_to_proto
 from controlplane.rpc.server import RunningServer, start_server
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
@@ -35,8 +36,14 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         self.run_id = run_id
         self.watchers = 0
         self._routes: list[fleet_pb2.Route] = []
+        self._commits: list[fleet_pb2.FleetCommit] = []
         self._revision = 0
         self._changed = asyncio.Event()
+
+    def commits(self, *numbers: int) -> None:
+        """The fleet came to serve these versions, one after the other; told with the next `publish`."""
+        ordinals = enumerate(numbers, len(self._commits) + 1)
+        self._commits += [commit_to_proto(FleetCommit(version(number), ordinal)) for ordinal, number in ordinals]
 
     def publish(self, *engines: FakeEngine) -> None:
         self._routes = [engine.route() for engine in engines]
@@ -52,7 +59,9 @@ class FakeFleet(fleet_pb2_grpc.FleetServicer):
         with self._watching():
             while True:
                 changed = self._changed
-                yield fleet_pb2.WatchRoutesResponse(run_id=self.run_id, revision=self._revision, routes=self._routes)
+                yield fleet_pb2.WatchRoutesResponse(
+                    run_id=self.run_id, revision=self._revision, routes=self._routes, commits=self._commits
+                )
                 await changed.wait()
 
     @contextmanager
@@ -79,6 +88,10 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
     peak: int = 0
     said: int = 0
     """Messages that it has got rid of."""
+    aborted: dict[str, asyncio.Event] = field(default_factory=dict)
+    """By the request's name."""
+    deaf: bool = False
+    """It hears no abort."""
 
     def route(self) -> fleet_pb2.Route:
         return fleet_pb2.Route(
@@ -95,10 +108,15 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
         self.requests.append(request)
         self.running += 1
         self.peak = max(self.peak, self.running)
+        abort = self.aborted.setdefault(request.request_id, asyncio.Event())
+        said: list[rollout_pb2.GenerateResponse] = []
         try:
-            async for response in self.script(request):
+            async for response in _until(abort, self.script(request)):
+                said.append(response)
                 yield response
                 self.said += 1
+            if abort.is_set() and not any(response.HasField("finish") for response in said):
+                yield finish(*_spans(said), reason="ABORT", stop_reason="aborted")
         finally:
             self.running -= 1
 
@@ -112,8 +130,38 @@ class FakeEngine(rollout_pb2_grpc.RolloutServicer):
 
     async def Abort(self, request: rollout_pb2.AbortRequest, context: Any) -> rollout_pb2.AbortResponse:
         """Says that it ended all that are its own requests' names."""
+        if self.deaf:
+            raise e.EngineDied(engine_id=self.engine_id, cause="killed")
         asked = {r.request_id for r in self.requests}
-        return rollout_pb2.AbortResponse(request_ids=[name for name in request.request_ids if name in asked])
+        ended = [name for name in request.request_ids if name in asked]
+        for name in ended:
+            self.aborted.setdefault(name, asyncio.Event()).set()
+        return rollout_pb2.AbortResponse(request_ids=ended)
+
+
+async def _until(
+    abort: asyncio.Event, script: AsyncIterator[rollout_pb2.GenerateResponse]
+) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+    """What a script says until it ends or is aborted."""
+    stop, following = asyncio.create_task(abort.wait()), None
+    try:
+        while True:
+            following = asyncio.ensure_future(anext(script, None))
+            await asyncio.wait({following, stop}, return_when=asyncio.FIRST_COMPLETED)
+            if not following.done() or (response := following.result()) is None:
+                return
+            yield response
+    finally:
+        for task in (stop, following):
+            if task is not None:
+                task.cancel()
+
+
+def _spans(said: list[rollout_pb2.GenerateResponse]) -> Iterator[tuple[int, int, int]]:
+    start = 0
+    for response in said:
+        yield response.version.number, start, start + len(response.token_ids)
+        start += len(response.token_ids)
 
 
 def new_fleet(run_id: str = RUN) -> FakeFleet:

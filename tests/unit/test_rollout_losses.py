@@ -137,6 +137,53 @@ async def test_a_stream_that_is_resumed_hands_out_each_token_once_and_one_ending
     assert [delta.ending is not None for delta in deltas] == [False, False, True]
 
 
+async def test_what_its_caller_ends_comes_back_as_it_is_wherever_it_was(world: World) -> None:
+    await world.start(on_loss="resume")
+    engine = await world.engine("a", hangs(tokens(5, 6)), max_requests=1)
+    world.fleet.publish(engine)
+    asked = [asyncio.create_task(world.client.generate(PROMPT, FOUR, request_id=name)) for name in ("first", "second")]
+    await eventually(lambda: engine.running == 1)
+    await world.client.abort(["second"])
+    waited = await asked[1]
+    assert (waited.tokens, waited.spans, waited.finish_reason, waited.stop_reason) == ((), (), "abort", "aborted")
+    await world.client.abort()
+    running = await asked[0]
+    assert (running.tokens, running.spans, running.finish_reason) == ((5, 6), (Span(version(1), 0, 2),), "abort")
+    assert len(engine.requests) == 1
+
+
+async def test_a_request_that_is_ended_before_its_first_token_is_not_asked_for_elsewhere(world: World) -> None:
+    await world.start()
+    engine = await world.engine("a", hangs())
+    world.fleet.publish(engine)
+    asked = asyncio.create_task(world.client.generate(PROMPT, FOUR))
+    await eventually(lambda: engine.running == 1)
+    await world.client.abort()
+    assert (await asked).tokens == ()
+    assert len(engine.requests) == 1
+
+
+async def test_an_engine_that_cannot_be_told_of_an_end_ends_what_it_has_by_going_away(world: World) -> None:
+    await world.start(on_loss="resume")
+    begun, died = asyncio.Event(), e.EngineDied(engine_id="a", cause="killed")
+
+    async def dies(request: rollout_pb2.GenerateRequest) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        yield tokens(5, 6)
+        await begun.wait()
+        raise died
+
+    engine = await world.engine("a", dies)
+    engine.deaf = True
+    world.fleet.publish(engine)
+    asked = asyncio.create_task(world.client.generate(PROMPT, FOUR))
+    await eventually(lambda: engine.running == 1)
+    await world.client.abort()
+    begun.set()
+    sample = await asked
+    assert (sample.tokens, sample.spans, sample.finish_reason) == ((5, 6), (Span(version(1), 0, 2),), "abort")
+    assert len(engine.requests) == 1
+
+
 async def test_what_cannot_be_resumed_or_taken_back_is_refused_beforehand(world: World) -> None:
     await world.start()
     penalised = SamplingSettings(max_tokens=4, presence_penalty=0.5)
@@ -188,6 +235,7 @@ async def test_code_without_an_event_loop_gets_the_same(world: World) -> None:
 
     def blocking() -> tuple[int, ...]:
         with BlockingRolloutClient(world.server.address, wait_seconds=3.0) as rollouts:
+            rollouts.abort()  # there is nothing: no error
             return rollouts.generate(PROMPT, FOUR).tokens
 
     assert await asyncio.to_thread(blocking) == (5,)

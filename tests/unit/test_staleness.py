@@ -81,3 +81,33 @@ def test_work_that_would_be_too_old_when_it_ends_is_not_begun(commits: Commits) 
     assert guard.may_begin(version(10))
     assert not guard.may_begin(version(9))
     assert guard.may_begin(version(9), pending_commits=0)
+
+
+def test_R2_a_push_under_way_puts_the_learner_ahead_of_the_fleet(commits: Commits) -> None:
+    guard = StalenessGuard(commits, max_lag=1)
+    admitted = guard.admit(sample((10, 4)), pending_commits=1)
+    assert admitted is not None
+    assert admitted.lags == (1,)
+    assert guard.admit(sample((9, 4)), pending_commits=1) is None
+    with pytest.raises(TooStale, match="2 commits behind; at most 1"):
+        StalenessGuard(commits, max_lag=1, policy="raise").admit(sample((9, 4)), pending_commits=1)
+
+
+def test_R2_a_group_is_admitted_whole_or_dropped_whole_and_each_sample_is_counted_with_its_reason(
+    commits: Commits,
+) -> None:
+    guard = StalenessGuard(commits, max_lag=1)
+    assert guard.admit_group([sample((10, 4)), sample((2, 4))]) is None
+    assert guard.dropped == {("group", 10): 1, ("stale", 2): 1}
+    assert guard.admitted == 0
+    admitted = guard.admit_group([sample((10, 4)), sample((9, 4))])
+    assert admitted is not None
+    assert [each.lags for each in admitted] == [(0,), (1,)]
+
+
+def test_R2_masking_keeps_a_group_of_which_each_sample_has_fresh_tokens(commits: Commits) -> None:
+    guard = StalenessGuard(commits, max_lag=1, policy="mask")
+    admitted = guard.admit_group([sample((2, 4), (10, 2)), sample((9, 4))])
+    assert admitted is not None
+    assert admitted[0].mask == (False,) * 4 + (True,) * 2
+    assert guard.admit_group([sample((2, 4)), sample((9, 4))]) is None

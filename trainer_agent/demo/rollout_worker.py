@@ -13,11 +13,17 @@ import os
 import signal
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
 
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
+
+if TYPE_CHECKING:
+    from controlplane.rollout.client import RolloutClient
+    from controlplane.rollout.sample import Sample
 
 COORDINATOR_VARIABLE = "WEIGHTPLANE_COORDINATOR"
 ATTEMPTS = 5
@@ -51,24 +57,27 @@ class Rollout:
 Generate = Callable[[Ask, WeightVersion], Awaitable[Rollout]]
 
 
-class RolloutWorker:
-    """Held by the one training process that asks for rollouts. A context manager.
+class WorkerProcess:
+    """A process that answers the training process that holds it; it ends when that one does. A context manager.
+
+    `serve(pipe, coordinator, *arguments)` is what it runs, with `answer_all`.
 
     Raises:
         RolloutFailed: no coordinator is named in the environment.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, serve: Callable[..., None], *arguments: Any) -> None:
         coordinator = os.environ.get(COORDINATOR_VARIABLE)
         if not coordinator:
             raise RolloutFailed(f"{COORDINATOR_VARIABLE} does not name the coordinator")
         spawn = multiprocessing.get_context("spawn")
         self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_serve, args=(theirs, coordinator), name="rollouts", daemon=True)
+        arguments = (serve, theirs, coordinator, *arguments)
+        self._process = spawn.Process(target=_begin, args=arguments, name="rollouts", daemon=True)
         self._process.start()
         theirs.close()
 
-    def __enter__(self) -> RolloutWorker:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -79,63 +88,92 @@ class RolloutWorker:
         if self._process.is_alive():
             self._process.kill()
 
+    def ask(self, request: Any) -> Any:
+        """What the worker answers. Raises RolloutFailed: it could not, or is gone."""
+        try:
+            self._pipe.send(request)
+            answer, failure = self._pipe.recv()
+        except (EOFError, OSError) as error:
+            raise RolloutFailed(f"the rollout worker is gone: {error!r}") from error
+        if failure:
+            raise RolloutFailed(failure)
+        return answer
+
+
+class RolloutWorker(WorkerProcess):
+    """Held by the one training process that asks for rollouts."""
+
+    def __init__(self) -> None:
+        super().__init__(_serve)
+
     def generate(self, asks: Sequence[Ask], min_version: WeightVersion) -> list[Rollout]:
         """One rollout for each ask, in order, each begun with `min_version` or a later one.
 
         Raises:
             RolloutFailed: a sample could not be had, or the worker is gone.
         """
-        try:
-            self._pipe.send((list(asks), min_version))
-            answer: list[Rollout] | str = self._pipe.recv()
-        except (EOFError, OSError) as error:
-            raise RolloutFailed(f"the rollout worker is gone: {error!r}") from error
-        if isinstance(answer, str):
-            raise RolloutFailed(answer)
+        answer: list[Rollout] = self.ask((list(asks), min_version))
         return answer
 
 
 # ---- the worker's side --------------------------------------------------------------------------
 
 
-def _serve(pipe: Connection, coordinator: str) -> None:
+def _begin(serve: Callable[..., None], pipe: Connection, coordinator: str, *arguments: Any) -> None:
     from controlplane.processes import set_death_signal
 
     set_death_signal(signal.SIGKILL)
     # The terminal's Ctrl-C reaches the whole group; the trainer decides when this ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    asyncio.run(_answer(pipe, coordinator))
+    serve(pipe, coordinator, *arguments)
 
 
-async def _answer(pipe: Connection, coordinator: str) -> None:
-    from controlplane.core.errors import WeightplaneError
+def _serve(pipe: Connection, coordinator: str) -> None:
+    asyncio.run(_generate_for(pipe, coordinator))
+
+
+async def _generate_for(pipe: Connection, coordinator: str) -> None:
     from controlplane.rollout.client import RolloutClient
 
     async with RolloutClient(coordinator) as client:
 
-        async def once(ask: Ask, min_version: WeightVersion) -> Rollout:
-            sample = await client.generate(list(ask.prompt), ask.sampling, min_version=min_version)
-            if sample.finish_reason == "abort":
-                raise RolloutFailed(f"{sample.engine_id} ended a sample early: {sample.stop_reason}")
-            versions = tuple(span.version.number for span in sample.spans)
-            return Rollout(ask.prompt, tuple(sample.tokens), tuple(sample.logprobs), versions, str(sample.engine_id))
-
-        while (request := await asyncio.to_thread(_receive, pipe)) is not None:
+        async def answer(request: tuple[list[Ask], WeightVersion]) -> list[Rollout]:
             asks, min_version = request
-            try:
-                answer: list[Rollout] | str = await gather_rollouts(once, asks, min_version)
-            except (WeightplaneError, RolloutFailed) as error:
-                answer = f"{type(error).__name__}: {error}"
-            pipe.send(answer)
+            return await gather_rollouts(partial(roll_out, client), asks, min_version)
+
+        await answer_all(pipe, answer)
 
 
-def _receive(pipe: Connection) -> tuple[list[Ask], WeightVersion] | None:
+async def answer_all(pipe: Connection, answer: Callable[[Any], Awaitable[Any]]) -> None:
+    """Answer one request after the other until the trainer is gone. An error of the fleet's is an answer too."""
+    from controlplane.core.errors import WeightplaneError
+
+    while (request := await asyncio.to_thread(_receive, pipe)) is not None:
+        try:
+            pipe.send((await answer(request), ""))
+        except (WeightplaneError, RolloutFailed) as error:
+            pipe.send((None, f"{type(error).__name__}: {error}"))
+
+
+async def roll_out(client: RolloutClient, ask: Ask, min_version: WeightVersion) -> Rollout:
+    """Raises RolloutFailed: the engine ended the sample early."""
+    sample = await client.generate(list(ask.prompt), ask.sampling, min_version=min_version)
+    if sample.finish_reason == "abort":
+        raise RolloutFailed(f"{sample.engine_id} ended a sample early: {sample.stop_reason}")
+    return rollout_of(ask.prompt, sample)
+
+
+def rollout_of(prompt: tuple[int, ...], sample: Sample) -> Rollout:
+    versions = tuple(span.version.number for span in sample.spans)
+    return Rollout(prompt, sample.tokens, sample.logprobs, versions, sample.engine_id)
+
+
+def _receive(pipe: Connection) -> Any:
     """The next request; None when the trainer is gone."""
     try:
-        request: tuple[list[Ask], WeightVersion] = pipe.recv()
+        return pipe.recv()
     except (EOFError, OSError):
         return None
-    return request
 
 
 async def gather_rollouts(once: Generate, asks: Sequence[Ask], min_version: WeightVersion) -> list[Rollout]:

@@ -7,7 +7,6 @@ in the engine that sampled it and in the trainer.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from trainer_agent.demo.learner import Learner, LearnerSettings
 from trainer_agent.demo.objective import Batch, Trajectory, group_advantages, make_batch
 from trainer_agent.demo.rollout_worker import Ask, Rollout, RolloutWorker
 from trainer_agent.demo.settings import GrpoSettings
+from trainer_agent.demo.stopwatch import Stopwatch
 from trainer_agent.demo.task import MAX_TOKENS, Task, draw_prompts, greedy_sampling, task_for, training_sampling
 from trainer_agent.megatron.export import export_hf
 from trainer_agent.megatron.families import read_config
@@ -63,18 +63,6 @@ def train(settings: GrpoSettings) -> None:
         TrainingRun(settings, task, learner, source, rank, worker, events).run()
     dist.barrier()
     dist.destroy_process_group()
-
-
-class Stopwatch:
-    """Seconds since it was made or last read."""
-
-    def __init__(self) -> None:
-        self._since = time.monotonic()
-
-    def lap(self) -> float:
-        now = time.monotonic()
-        seconds, self._since = now - self._since, now
-        return round(seconds, 3)
 
 
 @dataclass(slots=True)
