@@ -32,6 +32,7 @@ from controlplane.core.errors import (
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.metrics import TOKENS
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.installing import Applied, Install, prove_at_last
@@ -45,6 +46,8 @@ from engine_agent.streaming import StreamingInstall
 
 log = structlog.get_logger(__name__)
 
+LAGS_COUNTED = 9
+"""0 to 7 fleet commits, and more."""
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""
 
@@ -78,7 +81,9 @@ class EngineLife:
         self.state: Latest[EngineState] = Latest(initial)
         self.owed_reference: CanaryReference | None = None
         """What the canary that was put off last is to be compared with."""
-        self.requests = Requests(engine, self._count, self._disagree)
+        self.requests = Requests(engine, self._count, self._disagree, self._made)
+        self.tokens_by_lag = [0] * LAGS_COUNTED
+        """Tokens made so far, by how many fleet commits their version was behind then."""
         self.waiting = 0
         self.base = BaseKeeper(wanted=deltas)
         self._takes_streaming = streaming
@@ -193,7 +198,12 @@ class EngineLife:
 
     def _count(self) -> None:
         """Rides along with the next report; a report for each request would be too many."""
-        self.apply(events.RequestsCounted(len(self.requests), self.waiting))
+        self.apply(events.RequestsCounted(len(self.requests), self.waiting, tuple(self.tokens_by_lag)))
+
+    def _made(self, version: WeightVersion, count: int) -> None:
+        lag = min(self.core.commits.lag(version), LAGS_COUNTED - 1)
+        self.tokens_by_lag[lag] += count
+        TOKENS.labels(str(lag)).inc(count)
 
     def _disagree(self, cause: str) -> None:
         log.error("spans_disagree", cause=cause)

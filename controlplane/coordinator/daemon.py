@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import structlog
 
 from controlplane.coordinator.carrier import Carrier
 from controlplane.coordinator.hub import Hub
+from controlplane.coordinator.metrics import FleetMetrics
 from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
@@ -30,6 +32,8 @@ from controlplane.ledger import SqliteLedger
 from controlplane.rpc.metrics import serve_metrics
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
+from controlplane.web import serve_page
+from controlplane.web.server import check_address
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -76,11 +80,18 @@ class CoordinatorSettings:
     all. per_engine: a link for each."""
     metrics_listen: str = ""
     """Address that answers GET /metrics; empty: none does."""
+    web_listen: str = ""
+    """Address of the page, such as 127.0.0.1:7080; empty: there is none. It asks nobody for a password, so it is on
+    loopback, unless `web_trusted`."""
+    web_trusted: bool = False
+    """The page may be on any address, and answer under any name: whoever reaches it sees the fleet."""
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
 
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
+        if self.web_listen:
+            check_address(self.web_listen, trusted=self.web_trusted)
 
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
@@ -88,6 +99,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
     writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
     ledger = SqliteLedger(settings.state_dir / "ledger.sqlite")
     loop = asyncio.get_running_loop()
+    beside = AsyncExitStack()
     try:
         recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
         core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
@@ -95,17 +107,22 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
         hub.start_carry = carrier.start
         server = await start_server(settings.listen, _services(hub))
-        serve_metrics(settings.metrics_listen)
+        beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value)))
+        page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, trusted=settings.web_trusted))
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
     except OSError as error:
         log.error("port_unavailable", cause=str(error))
+        await beside.aclose()
         await loop.run_in_executor(writer, ledger.close)
         return ExitCode.PORT_IN_USE
+    if page:
+        log.info("page_ready", url=page)
     try:
         return await _serve(settings, hub, server, stop or asyncio.Event())
     finally:
+        await beside.aclose()
         await carrier.close()
         await server.stop()
         await loop.run_in_executor(writer, ledger.close)
