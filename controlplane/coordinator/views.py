@@ -149,6 +149,7 @@ def fleet_view(core: FleetCore, now: float, shift: float, decided: Decided) -> o
         checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
         ledger_regressed="" if regressed is None else str(regressed),
         time=timestamp(now + shift),
+        awaited_engine_ids=sorted(core.awaited, key=natural_key),
         plans=[operator_pb2.ModelPlan(model=u.model, update_id=u.update_id, plan=decided.plan(u)) for u in plans],
     )
 

@@ -30,7 +30,7 @@ function fill(element, event) {
 
 function announce(events) {
   const latest = events.find((e) => e.alarming);
-  if (!latest || latest.key === announced) return;
-  if (announced !== null) say(byId("announce"), `${latest.subject}: ${latest.text}`);
-  announced = latest.key;
+  const key = latest?.key ?? "";
+  if (announced !== null && key && key !== announced) say(byId("announce"), `${latest.subject}: ${latest.text}`);
+  announced = key;
 }

@@ -25,11 +25,11 @@ function cell(engine) {
 function fillCell(element, engine, fleet) {
   const link = element.firstElementChild;
   const held = engine.known && engine.status.applied ? version(engine.status.applied) : "holds nothing that is known";
-  const text = `${name(engine)}: ${state(engine)}, ${held}${lagOf(engine) ? `, ${lagOf(engine)} behind` : ""}`;
+  const text = `${name(engine)}: ${state(engine)}, ${held}${isBehind(engine) ? `, ${lagOf(engine)} behind` : ""}`;
   mark(link, "aria-label", text);
   mark(link, "title", text);
   mark(link, "data-state", state(engine));
-  mark(link, "data-behind", lagOf(engine) ? "yes" : "");
+  mark(link, "data-behind", isBehind(engine) ? "yes" : "");
   say(link, fleet.engines.length > 40 ? "" : name(engine));
 }
 
@@ -75,7 +75,7 @@ function fillRow(element, engine, fleet, now) {
     state(engine),
     known ? version(status.applied) || "unset" : UNKNOWN,
     served.map(version).join(", ") || "nothing yet",
-    known ? lagOf(engine) : "",
+    lagOf(engine),
     known ? (status.gate_open ? "open" : "shut") : UNKNOWN,
     known ? String(status.live_requests) : "",
     known ? String(status.waiting_requests || "") : "",
@@ -87,10 +87,13 @@ function fillRow(element, engine, fleet, now) {
   values.forEach((value, i) => say(element.children[i], value));
   mark(element.children[1], "data-state", state(engine));
   mark(element.children[2], "data-fits", known && status.applied && !fits ? "no" : "");
+  mark(element.children[4], "data-fits", isBehind(engine) ? "no" : "");
 }
 
-/** Commits behind; "0" where it is at the newest, empty where nobody knows. */
-const lagOf = (engine) => (engine.lag === undefined || engine.lag === null || !engine.known ? "" : String(engine.lag)).replace(/^0$/, "");
+/** Commits behind; empty where nobody knows. */
+const lagOf = (engine) => (engine.lag === undefined || !engine.known ? "" : String(engine.lag));
+
+const isBehind = (engine) => Number(lagOf(engine)) > 0;
 
 function progress(update, engine) {
   if (engine.catch_up) return "from a checkpoint";
@@ -100,11 +103,17 @@ function progress(update, engine) {
   return stage === "aborted" || stage === "failed" ? `${version(update.version)}: ${stage}` : "";
 }
 
+/** With its owner; of an update that is no name that says anything to people. */
+function hold({ kind, owner }) {
+  const what = word(kind, "HOLD_KIND_");
+  return owner && kind !== "HOLD_KIND_UPDATING" ? `${what} (${owner})` : what;
+}
+
 function why(engine) {
   if (!engine.known) return `last said: ${engine.status.word}`;
   const status = engine.status;
   if (status.poison_cause) return status.poison_cause;
-  const holds = status.holds.map((h) => `${word(h.kind, "HOLD_KIND_")}${h.owner ? ` (${h.owner})` : ""}`).join(", ");
+  const holds = status.holds.map(hold).join(", ");
   if (holds) return holds;
   if (engine.kept) return `stays at ${version(engine.kept)}`;
   if (status.gate_open) return "";

@@ -25,8 +25,13 @@ function fill(element, { lag, value, all }) {
   const [head, share, number] = element.children;
   say(head, lag);
   share.firstElementChild.style.width = `${((value / all) * 100).toFixed(2)}%`;
+  say(number, `${count(value)}  ${shareOf(value, all)}`);
+}
+
+function shareOf(value, all) {
   const part = (value / all) * 100;
-  say(number, `${count(value)}  ${part >= 9.95 || part === 0 ? part.toFixed(0) : part.toFixed(1)} %`);
+  if (value && part < 0.05) return "< 0.1 %";
+  return `${part >= 9.95 || !value ? part.toFixed(0) : part.toFixed(1)} %`;
 }
 
 function sum(rows) {

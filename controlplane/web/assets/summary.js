@@ -11,17 +11,18 @@ export function showSummary(fleet, now) {
 
 function showBanner(fleet) {
   const banner = byId("banner");
-  const silent = fleet.engines.filter((e) => !e.known).length;
   let text = "";
   if (fleet.ledger_regressed) text = `The ledger is an older copy; nothing is given out: ${fleet.ledger_regressed}`;
   else if (fleet.recovering) {
     text = "The coordinator was restarted and waits for its engines' reports; no update begins until then.";
-    if (silent) text += ` ${silent} of ${fleet.engines.length} engines have not been heard.`;
+    if (fleet.awaited_engine_ids.length) text += ` Not heard yet: ${some(fleet.awaited_engine_ids)}.`;
   }
   say(banner, text);
   banner.hidden = !text;
   mark(banner, "data-grave", fleet.ledger_regressed ? "yes" : "");
 }
+
+const some = (names) => names.slice(0, 8).join(", ") + (names.length > 8 ? ` and ${names.length - 8} more` : "");
 
 function figures(fleet, now) {
   const engines = fleet.engines;
@@ -56,7 +57,7 @@ function updateFigure(fleet, now) {
     return { label: "Update", value: `${version(open.version)} ${word(open.phase, "UPDATE_PHASE_")}`, note, busy: true };
   }
   const last = fleet.updates[0];
-  if (!last) return { label: "Update", value: "none yet", note: "" };
+  if (!last) return { label: "Update", value: "none", note: "since the coordinator's start" };
   const took = last.begin_time ? span((millis(last.decide_time) - millis(last.begin_time)) / 1000) : "";
   const phase = word(last.phase, "UPDATE_PHASE_");
   return {
@@ -74,7 +75,7 @@ function trainerFigure(trainer, now) {
   return {
     label: trainer.trainer_id,
     value: trainer.connected ? `${step}${trainer.status.phase || "joined"}` : "not connected",
-    note: `${trainer.rank_count} ranks, term ${trainer.term}${lease}`,
+    note: `${trainer.rank_count ? `${trainer.rank_count} ranks, ` : ""}term ${trainer.term}${lease}`,
     look: !trainer.connected,
   };
 }

@@ -9,6 +9,7 @@ export function showTopology(fleet) {
   const states = new Map(fleet.engines.map((e) => [e.status.engine.engine_id, state(e)]));
   const groups = fleet.plans.flatMap((plan) => grouped(plan));
   byId("topology-none").hidden = groups.length > 0;
+  byId("topology-some").hidden = !groups.length;
   keyed(byId("topology-rows"), groups, (g) => g.key, () => row(4, ["", "", "", "why"]), (element, group) =>
     fill(element, group, states));
 }

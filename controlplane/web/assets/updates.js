@@ -4,7 +4,7 @@ import { byId, keyed, make, mark, row, say } from "./dom.js";
 import { clock, millis, naturally, seconds, size, span, version, word } from "./words.js";
 
 const COLUMNS = ["version", "number", "", "number", "number", "number"];
-const LANES = 40;
+const LANES = 24;
 let chosen = null;
 
 /** Called when another update was chosen. */
@@ -19,6 +19,8 @@ export function showUpdates(fleet, now) {
   const shown = updates.find((u) => u.update_id === chosen) ?? updates[0];
   keyed(byId("update-rows"), updates, (u) => u.update_id, newRow, (element, update) =>
     fillRow(element, update, update === shown, now));
+  byId("updates-none").hidden = updates.length > 0;
+  byId("updates-some").hidden = !updates.length;
   showTimeline(shown, now);
 }
 
@@ -63,16 +65,18 @@ function showTimeline(update, now) {
   const [began, went, decided] = times(update);
   const bytes = Number(update.byte_count) ? `, ${size(update.byte_count)}` : "";
   const at = began === null ? "began before the coordinator's restart" : `began ${clock(update.begin_time)}`;
-  say(byId("timeline-title"), `Version ${version(update.version)}${bytes}, ${at}`);
+  const go = went === null ? "" : `, went after ${between(began, went)}`;
+  const end = decided === null ? "" : `, ${word(update.phase, "UPDATE_PHASE_")} after ${between(began, decided)}`;
+  say(byId("timeline-title"), `Version ${version(update.version)}${bytes}, ${at}${began === null ? "" : go + end}`);
   say(byId("timeline-cause"), update.cause);
   byId("timeline-cause").hidden = !update.cause;
   const plot = byId("timeline-plot");
   plot.hidden = began === null;
   if (began === null) return;
   const stages = update.engines.flatMap((o) => o.stage_times.map((s) => millis(s.time)));
-  const end = Math.max(decided ?? now, ...stages, began + 1);
-  const scale = { began, end, width: end - began };
-  const lanes = slowestFirst(update, end).slice(0, LANES);
+  const last = Math.max(decided ?? now, ...stages, began + 1);
+  const scale = { began, end: last, width: last - began };
+  const lanes = slowestFirst(update, last).slice(0, LANES);
   const marks = [[went, "go"], [decided, word(update.phase, "UPDATE_PHASE_")]].filter(([when]) => when !== null);
   drawAxis(plot, scale, marks);
   drawLanes(plot, lanes, scale, update.engines.length - lanes.length);
@@ -92,16 +96,24 @@ function drawAxis(plot, scale, marks) {
   let axis = plot.querySelector(".axis");
   if (!axis) plot.append((axis = make("div", "axis")));
   axis.setAttribute("aria-hidden", "true");
-  const total = scale.width / 1000;
-  const ticks = [0, 0.25, 0.5, 0.75, 1].map((part) => ({ key: part, text: span(part * total) || "0", left: part }));
   keyed(axis, [
-    ...ticks.map((t) => ({ key: `t${t.key}`, text: t.key ? t.text : "0", left: `${t.left * 100}%`, kind: "tick" })),
+    ...ticks(scale.width).map((at) => ({
+      key: `t${at}`, text: at ? span(at / 1000) : "0", left: percent(scale, scale.began + at), kind: "tick",
+    })),
     ...marks.map(([when, text]) => ({ key: text, text, left: percent(scale, when), kind: "mark" })),
   ], (item) => item.key, () => make("span"), (element, item) => {
     say(element, item.text);
     element.className = item.kind;
     element.style.left = item.left;
   });
+}
+
+/** Round times, about five of them. */
+function ticks(width) {
+  const rough = width / 5;
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough);
+  return Array.from({ length: Math.floor((width * 0.96) / step) + 1 }, (_, i) => i * step);
 }
 
 function drawLanes(plot, lanes, scale, hidden) {

@@ -644,6 +644,7 @@ class FleetView(_message.Message):
     TIME_FIELD_NUMBER: _builtins.int
     PLANS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    AWAITED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     coordinator_term: _builtins.int
@@ -686,6 +687,10 @@ class FleetView(_message.Message):
         is made may be one event.
         """
 
+    @_builtins.property
+    def awaited_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that the ledger knows and that have not reported since the coordinator's start; while `recovering`."""
+
     def __init__(
         self,
         *,
@@ -701,10 +706,11 @@ class FleetView(_message.Message):
         time: _timestamp_pb2.Timestamp | None = ...,
         plans: _abc.Iterable[Global___ModelPlan] | None = ...,
         events: _abc.Iterable[Global___FleetEvent] | None = ...,
+        awaited_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "events", b"events", "ledger_regressed", b"ledger_regressed", "plans", b"plans", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "time", b"time", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_engine_ids", b"awaited_engine_ids", "checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "events", b"events", "ledger_regressed", b"ledger_regressed", "plans", b"plans", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "time", b"time", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
