@@ -26,7 +26,9 @@ from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
-from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
+from controlplane.rpc.metrics import serve_metrics, watch_loop
+from controlplane.rpc.ports import PortUnavailable
+from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
 from engine_agent.life import EngineLife, EngineLifeHolder
@@ -34,6 +36,7 @@ from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.members.head import Members
 from engine_agent.members.nodes import FurtherNodes
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.metrics import AgentMetrics
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
 from engine_agent.restarts import Restarts
@@ -104,6 +107,8 @@ class EngineSettings:
     initial: Literal["unset", "serve"] = "unset"
     """unset: what the engine loads at its start is served to nobody. serve: it is served as number 0, and never
     updated: the engine of a frozen model (teacher, reference)."""
+    metrics_listen: str = ""
+    """Address that answers GET /metrics; empty: none does."""
     group: str = ""
     """What the coordinator's min_engines counts it under."""
     unit: str = ""
@@ -133,6 +138,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     try:
         holder.life = _new_life(settings, memory, members)
         server = await start_server(settings.listen, _services(holder, settings, stop, members))
+        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
@@ -148,6 +154,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         return ExitCode.LEDGER
     finally:
         signalled.cancel()
+        end_metrics()
         await server.stop()
         log.info("engine_agent_stopped")
 
@@ -178,10 +185,12 @@ class _Agent:
 
     async def run(self) -> int:
         feeding = asyncio.create_task(self._supervisor.feed(self._moved))
+        measuring = asyncio.create_task(watch_loop())
         try:
             return await self._lives()
         finally:
             feeding.cancel()
+            measuring.cancel()
             self._supervisor.stopping()
 
     async def _lives(self) -> int:

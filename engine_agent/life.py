@@ -32,7 +32,7 @@ from controlplane.core.errors import (
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
-from controlplane.rpc.metrics import TOKENS
+from controlplane.rpc.metrics import INSTALLS, PAUSE_PARTS, PAUSE_SECONDS, TOKENS
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.installing import Applied, Install, prove_at_last
@@ -321,12 +321,16 @@ class EngineLife:
             self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
         if self.base.take(update, receiver):
             del self._receivers[update.stream]
+        INSTALLS.labels("applied").inc()
+        for part in PAUSE_PARTS:
+            PAUSE_SECONDS.labels(part).observe(getattr(found.timings, part))
         log.info(
             "weights_applied", version=update.version.number, update_id=update.update_id, timings=str(found.timings)
         )
 
     def _refused(self, error: WeightplaneError, *, touched: bool) -> None:
         """INV-4: nothing is resumed here; the gate opens only if the weights are whole and served."""
+        INSTALLS.labels(error.reason).inc()
         log.error("install_failed", reason=error.reason, text=str(error), touched=touched)
         self.apply(events.InstallEnded(error, touched))
         if touched:
@@ -334,6 +338,7 @@ class EngineLife:
 
     async def _lost_in_install(self, error: WeightplaneError) -> None:
         """An unknown outcome: the processes go, and a new incarnation takes their place."""
+        INSTALLS.labels(error.reason).inc()
         log.error("install_lost", reason=error.reason, text=str(error))
         self.apply(events.InstallEnded(error, touched=True))
         self.requests.abort_all()

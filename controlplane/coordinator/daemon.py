@@ -29,7 +29,7 @@ from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
-from controlplane.rpc.metrics import serve_metrics
+from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
 from controlplane.web import serve_page
@@ -138,6 +138,7 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
     signalled = asyncio.create_task(wait_for_signal(stop))
     supervisor = Supervisor()
     feeding = asyncio.create_task(supervisor.feed(lambda: hub.ticks))
+    measuring = asyncio.create_task(watch_loop())
     log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
     if settings.address_file is not None:
         _publish(settings.address_file, server.address)
@@ -154,7 +155,7 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
         return ExitCode.OK
     finally:
         supervisor.stopping()
-        for task in (ticker, publisher, readiness, signalled, feeding):
+        for task in (ticker, publisher, readiness, signalled, feeding, measuring):
             task.cancel()
 
 

@@ -17,6 +17,7 @@ import structlog
 from controlplane import failpoints
 from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
+from controlplane.coordinator.metrics import count_decided
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
@@ -187,6 +188,7 @@ class Hub:
                     failpoints.hit("coordinator.before_decision")
                     await self._save(record)
                     failpoints.hit("coordinator.after_decision")
+                    count_decided(self.core.updates[record.update_id])
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):
@@ -212,7 +214,8 @@ class Hub:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
-        log.info("record_written", kind=type(record).__name__, record=str(record))
+        of_update = {"update_id": update_id} if (update_id := getattr(record, "update_id", None)) else {}
+        log.info("record_written", kind=type(record).__name__, record=str(record), **of_update)
 
     # ---- telling ----
 

@@ -12,6 +12,8 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from controlplane.core.update_transaction import UpdateTransaction
+from controlplane.rpc.metrics import UPDATE_PHASE_SECONDS, UPDATES
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 _OPEN = (fleet_pb2.UPDATE_PHASE_PREPARING, fleet_pb2.UPDATE_PHASE_GO)
@@ -42,6 +44,16 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name, less its prefix: what it means, its labels."""
 
 View = operator_pb2.FleetView
+
+
+def count_decided(update: UpdateTransaction) -> None:
+    """Once for each update, when its decision is in the ledger."""
+    UPDATES.labels(update.model, update.phase.value).inc()
+    began, went, decided = update.times.began, update.times.went_go, update.times.decided
+    if began is not None and went is not None:
+        UPDATE_PHASE_SECONDS.labels(update.model, "preparing").observe(went - began)
+    if went is not None and decided is not None:
+        UPDATE_PHASE_SECONDS.labels(update.model, "go").observe(decided - went)
 
 
 class FleetMetrics(Collector):

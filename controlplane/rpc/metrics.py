@@ -14,6 +14,9 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, s
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from controlplane.rpc.ports import PortUnavailable
+from weightplane.v1 import weight_update_pb2
+
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Buckets: from a round trip on one host to the longest limits."""
 LOOP_SECONDS = 0.25
@@ -43,10 +46,11 @@ INSTALLS = Counter(
 )
 PAUSE_SECONDS = Histogram(
     "weightplane_pause_seconds",
-    "How long generation stood still for an install, by part.",
+    "How long an install took, by part: all but `wait` is time in which nothing was generated.",
     ["part"],
     buckets=SECONDS,
 )
+PAUSE_PARTS = ("wait", "quiesce", "install", "caches", "canary")
 TOKENS = Counter(
     "weightplane_tokens",
     "Tokens that this engine made, by how many fleet commits their version was behind then; 8 stands for more too.",
@@ -59,12 +63,17 @@ PUSH_SECONDS = Histogram(
 )
 
 
+def transport_label(transport: weight_update_pb2.Transport.ValueType) -> str:
+    """As transports are called everywhere."""
+    return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+
+
 def serve_metrics(listen: str, *collectors: Collector) -> Callable[[], None]:
     """Answer GET /metrics at host:port with this process' metrics and those of `collectors`, in a thread of its own.
     Does nothing if `listen` is empty. What is returned ends it.
 
     Raises:
-        OSError: the address cannot be bound.
+        PortUnavailable: with the address.
     """
     if not listen:
         return lambda: None
@@ -72,7 +81,10 @@ def serve_metrics(listen: str, *collectors: Collector) -> Callable[[], None]:
     for collector in (_OfProcess(), *collectors):
         registry.register(collector)
     host, _, port = listen.rpartition(":")
-    server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
+    try:
+        server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
+    except OSError as error:
+        raise PortUnavailable(f"cannot serve metrics on {listen}: {error.strerror or error}") from error
 
     def stop() -> None:
         server.shutdown()

@@ -25,6 +25,7 @@ from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
 from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
+from controlplane.rpc.ports import PortUnavailable as PortUnavailable
 from controlplane.rpc.validation import validate
 
 log = structlog.get_logger(__name__)
@@ -32,10 +33,6 @@ log = structlog.get_logger(__name__)
 MAX_CONCURRENT_RPCS = 4096
 """Streams and calls at once; each agent keeps one or two open, each running sample one."""
 STOP_GRACE_SECONDS = 2.0
-
-
-class PortUnavailable(OSError):
-    """The address could not be bound: somebody listens there, or it is not of this host."""
 
 
 @dataclass
