@@ -27,7 +27,7 @@ Sets = Annotated[
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")]
 LogFormat = Annotated[
     Literal["auto", "json", "console"],
-    typer.Option("--log-format", help="json: one object a line. auto: console on a terminal, else json."),
+    typer.Option("--log-format", metavar="FORMAT", help="json, console, or auto: by whether a terminal watches."),
 ]
 Parent = Annotated[
     int | None,

@@ -30,6 +30,8 @@ from controlplane.rpc.plan_codec import TRANSPORTS, load_to_proto, plan_to_proto
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 T = TypeVar("T")
+MAX_OUTCOMES_SHOWN = 4096
+"""Of all updates in a view together: a fleet of a thousand engines must fit into one message."""
 COMMITS_TOLD = 8
 """To agents, in each state; they remember those before."""
 VERIFICATIONS = {v: engine_pb2.Verification.Value(f"VERIFICATION_{v.name}") for v in Verification}
@@ -145,7 +147,7 @@ def fleet_view(core: FleetCore, now: float, shift: float, decided: Decided) -> o
         state=fleet_state(core),
         engines=[_engine_view(core, r, shift) for r in _by_name(core.engines)],
         trainers=[_trainer_view(t, shift) for _, t in sorted(core.trainers.items())],
-        updates=[decided.update(u, shift) for u in _newest_first(core.updates.values())],
+        updates=[decided.update(u, shift) for u in _shown(core.updates.values())],
         checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
         ledger_regressed="" if regressed is None else str(regressed),
         time=timestamp(now + shift),
@@ -222,8 +224,16 @@ def _newest_checkpoints(checkpoints: Mapping[int, CheckpointKept]) -> list[Check
     return [kept for _, kept in sorted(checkpoints.items(), reverse=True)]
 
 
-def _newest_first(updates: Iterable[UpdateTransaction]) -> list[UpdateTransaction]:
-    return sorted(updates, key=lambda u: -u.version.number)
+def _shown(updates: Iterable[UpdateTransaction]) -> list[UpdateTransaction]:
+    """Newest first: the newest, and those before as far as there is room."""
+    shown: list[UpdateTransaction] = []
+    room = MAX_OUTCOMES_SHOWN
+    for update in sorted(updates, key=lambda u: -u.version.number):
+        room -= len(update.outcomes)
+        if shown and room < 0:
+            break
+        shown.append(update)
+    return shown
 
 
 def _route(record: EngineRecord, *, kept: bool) -> fleet_pb2.Route:

@@ -138,13 +138,16 @@ class ScriptedFleet:
         self.silent.add(name)
         self.handle(events.SessionEnded(self.sessions[name], goodbye=False))
 
+    def leave(self, name: str) -> None:
+        self.handle(events.SessionEnded(self.sessions.pop(name), goodbye=True))
+
     # ---- updates ----
 
     def begin(self, step: int) -> UpdateTransaction:
         self._updates += 1
         self.step(step, "push")
         request = events.UpdateRequested(
-            UpdateId(f"{self._updates:032x}"),
+            UpdateId(f"{self._updates * 0x9E3779B1 % 2**32:08x}{self._updates:024x}"),
             f"request-{self._updates}",
             RUN,
             POLICY,

@@ -667,7 +667,7 @@ class FleetView(_message.Message):
 
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.UpdateState]:
-        """Recent updates, newest first."""
+        """Recent updates, newest first: the newest, and those before it up to 4096 outcomes of all together."""
 
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.Checkpoint]:
