@@ -92,17 +92,15 @@ async def _stacks(view: operator_pb2.FleetView, names: set[str]) -> list[str]:
 
 
 async def _stack(run_id: str, engine: operator_pb2.EngineView) -> str:
-    import grpc
-
-    from controlplane.rpc.channels import open_channel
-    from controlplane.rpc.errors import from_rpc_error
+    from controlplane.cli.ask import asking
+    from controlplane.core.errors import WeightplaneError
     from weightplane.v1 import lifecycle_pb2, lifecycle_pb2_grpc
 
     name = engine.status.engine.engine_id
     try:
-        async with open_channel(engine.endpoint) as channel:
+        async with asking(engine.endpoint) as channel:
             request = lifecycle_pb2.DumpStacksRequest(run_id=run_id)
             answer = await lifecycle_pb2_grpc.LifecycleStub(channel).DumpStacks(request, timeout=STACK_SECONDS)
-    except grpc.aio.AioRpcError as error:
-        return f"{name}: no stacks: {from_rpc_error(error)}"
+    except (CommandFailed, WeightplaneError) as error:
+        return f"{name}: no stacks: {error}"
     return "\n".join(f"{name}, {p.name} (pid {p.pid}):\n{p.text or p.problem}" for p in answer.processes)

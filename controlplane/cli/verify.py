@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from controlplane.cli.ending import reported
+from controlplane.cli.ending import CommandFailed, reported
 from controlplane.cli.options import DEFAULT_COORDINATOR, DEFAULT_SECONDS, Coordinator, Timeout, new_console
 from controlplane.exit_codes import ExitCode
 
@@ -57,16 +57,14 @@ async def _ask(coordinator: str, model: str, timeout: float) -> tuple[operator_p
 
 
 async def _status(run_id: str, engine: operator_pb2.EngineView, turns: asyncio.Semaphore, timeout: float) -> Said:
-    import grpc
-
-    from controlplane.rpc.channels import open_channel
-    from controlplane.rpc.errors import from_rpc_error
+    from controlplane.cli.ask import asking
+    from controlplane.core.errors import WeightplaneError
     from weightplane.v1 import lifecycle_pb2, lifecycle_pb2_grpc
 
     try:
-        async with turns, open_channel(engine.endpoint) as channel:
+        async with turns, asking(engine.endpoint) as channel:
             request = lifecycle_pb2.GetStatusRequest(run_id=run_id)
             answer = await lifecycle_pb2_grpc.LifecycleStub(channel).GetStatus(request, timeout=timeout)
-    except grpc.aio.AioRpcError as error:
-        return f"no answer at {engine.endpoint}: {from_rpc_error(error)}"
+    except (CommandFailed, WeightplaneError) as error:
+        return str(error)
     return answer.status

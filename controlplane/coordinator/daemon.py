@@ -87,6 +87,8 @@ class CoordinatorSettings:
     """The page may be on any address, and answer under any name: whoever reaches it sees the fleet."""
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
+    web_address_file: Path | None = None
+    """The same of the page, as a URL; it is there before `address_file` is."""
 
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
@@ -119,6 +121,8 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         return ExitCode.PORT_IN_USE
     if page:
         log.info("page_ready", url=page)
+        if settings.web_address_file is not None:
+            _publish(settings.web_address_file, page)
     try:
         return await _serve(settings, hub, server, stop or asyncio.Event())
     finally:
