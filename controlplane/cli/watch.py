@@ -110,3 +110,4 @@ async def _screen(coordinator: str, count: int, timeout: float) -> None:
             view = view if isinstance(state, str) else state
             if view is not None:
                 live.update(render_watch(view, seconds_of(view.time), console.height, gone))
+        live.refresh()

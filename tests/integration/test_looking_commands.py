@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import pty
+import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -49,6 +54,30 @@ async def test_what_commands_say_of_a_fleet_is_so(tmp_path: Path) -> None:
         assert checks["engines"]["found"] == "2 are reached at their addresses"
         assert (well == ExitCode.OK) == json.loads(looked)["good"]
         stream.cut()
+
+
+async def test_watch_takes_a_terminals_screen_and_gives_it_back(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path, engines=1) as fleet:
+        await fleet.push(Weights())
+        screen = await asyncio.to_thread(on_a_terminal, "watch", "--count", "2", "--coordinator", fleet.address)
+    assert screen.index("\x1b[?1049h") < screen.index("e0") < screen.rindex("\x1b[?1049l")
+    assert "update_decided" in screen
+
+
+def on_a_terminal(*words: str) -> str:
+    """All that a command writes to a terminal of 40 lines."""
+    command = [sys.executable, "-m", "controlplane.cli.main", *words]
+    inside, outside = pty.openpty()
+    environment = os.environ | {"TERM": "xterm-256color", "LINES": "40", "COLUMNS": "140"}
+    process = subprocess.Popen(command, stdin=outside, stdout=outside, stderr=outside, env=environment)
+    os.close(outside)
+    written = bytearray()
+    with suppress(OSError):  # the other side is closed: the command ended
+        while part := os.read(inside, 65536):
+            written += part
+    os.close(inside)
+    assert process.wait(60) == ExitCode.OK
+    return written.decode(errors="replace")
 
 
 async def test_verify_fails_where_one_engine_holds_nothing_and_why_refuses_what_is_unknown(tmp_path: Path) -> None:
