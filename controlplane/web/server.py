@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from importlib.resources import files
@@ -26,6 +27,8 @@ MAX_WATCHERS = 32
 """Open pages; one more is told to come again."""
 PAUSE_SECONDS = 0.5
 """Between two states of one watcher: people see no faster."""
+SHARE = 0.1
+"""Of the time at most, is spent on making states: those of a very large fleet come less often."""
 SHUTDOWN_SECONDS = 1.0
 MAX_REQUEST_BYTES = 1024
 """Nobody has anything to send."""
@@ -115,6 +118,8 @@ class Page:
         self._state = PageState()
         self._made: tuple[operator_pb2.FleetView, str] | None = None
         """The latest view that was turned into JSON, and that."""
+        self._cost_seconds = 0.0
+        """What making that took."""
         self._making = asyncio.Lock()
         self._watchers = 0
         self._closed = asyncio.Event()
@@ -165,7 +170,7 @@ class Page:
                 if closed.done():
                     return
                 await response.write(f"data: {await self._json(following.result())}\n\n".encode())
-                await asyncio.wait({closed}, timeout=PAUSE_SECONDS)
+                await asyncio.wait({closed}, timeout=max(PAUSE_SECONDS, self._cost_seconds / SHARE))
         finally:
             closed.cancel()
             if following is not None:
@@ -175,6 +180,7 @@ class Page:
         """In a thread: the coordinator goes on deciding meanwhile."""
         async with self._making:
             if self._made is None or self._made[0] is not view:
+                began = time.monotonic()
                 made = await to_the_end(asyncio.to_thread(self._state.render, view))
-                self._made = (view, made)
+                self._made, self._cost_seconds = (view, made), time.monotonic() - began
             return self._made[1]

@@ -16,7 +16,7 @@ from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.rpc.latest import Latest
 from controlplane.web import PageRefused, serve_page
 from controlplane.web.server import MAX_WATCHERS, check_address
-from controlplane.web.state import UPDATES_SHOWN, PageState
+from controlplane.web.state import OUTCOMES_SHOWN, UPDATES_SHOWN, PageState
 from tests.support import scripted_fleet
 from tests.support.eventually import eventually
 from weightplane.v1 import operator_pb2
@@ -137,6 +137,14 @@ def test_loopback_needs_no_leave(listen: str) -> None:
 def test_an_address_that_is_none_is_refused(listen: str) -> None:
     with pytest.raises(PageRefused, match="HOST:PORT"):
         check_address(listen, trusted=True)
+
+
+def test_a_large_fleets_page_stays_small() -> None:
+    view = scripted_fleet.two_hundred()
+    shown = json.loads(PageState().render(view))["updates"]
+    assert sum(len(u["engines"]) for u in shown) <= OUTCOMES_SHOWN
+    assert [u["update_id"] for u in shown] == [u.update_id for u in view.updates[: len(shown)]]
+    assert 1 < len(shown) < len(view.updates)
 
 
 def test_what_was_decided_is_made_once_and_what_is_open_each_time() -> None:
