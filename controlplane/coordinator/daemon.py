@@ -29,6 +29,7 @@ from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
+from controlplane.rpc.channelz import add_channelz, check_installed
 from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
@@ -85,6 +86,8 @@ class CoordinatorSettings:
     loopback, unless `web_trusted`."""
     web_trusted: bool = False
     """The page may be on any address, and answer under any name: whoever reaches it sees the fleet."""
+    channelz: bool = False
+    """Serve grpc.channelz.v1 too: which connections and streams there are. Needs the extra `channelz`."""
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
     web_address_file: Path | None = None
@@ -92,6 +95,8 @@ class CoordinatorSettings:
 
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
+        if self.channelz:
+            check_installed()
         if self.web_listen:
             check_address(self.web_listen, trusted=self.web_trusted)
 
@@ -108,7 +113,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
         carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
         hub.start_carry = carrier.start
-        server = await start_server(settings.listen, _services(hub))
+        server = await start_server(settings.listen, [*_services(hub), *([add_channelz] if settings.channelz else [])])
         beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value)))
         page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, trusted=settings.web_trusted))
     except LedgerError as error:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
@@ -46,6 +47,19 @@ async def test_a_push_is_seen_by_one_id_in_all_logs_and_in_everybodys_metrics(tm
     assert {"record_written"} <= told, "the coordinator"
     assert {"push_began", "push_ended"} <= told, "the trainer agent"
     assert {"weights_applied"} <= told, "the engine agents"
+
+
+async def test_an_admin_sees_the_coordinators_connections(tmp_path: Path) -> None:
+    channelz = pytest.importorskip("grpc_channelz.v1.channelz_pb2")
+    stubs = pytest.importorskip("grpc_channelz.v1.channelz_pb2_grpc")
+    fleet = LocalFleet(tmp_path)
+    try:
+        await fleet.start_coordinator(channelz=True)
+        stub = stubs.ChannelzStub(fleet.channel(fleet.address))
+        answer = await stub.GetServers(channelz.GetServersRequest(start_server_id=0), timeout=5)
+        assert len(answer.server) >= 1
+    finally:
+        await fleet.close()
 
 
 async def _tokens_are_counted_by_lag(fleet: LocalFleet) -> None:
