@@ -134,7 +134,10 @@ class EngineLife:
 
     def _stalled(self, stalled: bool) -> None:
         """INV-10: what shows no progress is not routed to; who is in may go on to the end."""
-        log.warning("engine_stalled" if stalled else "engine_answers")
+        if stalled:
+            log.warning("engine_stalled")
+        else:
+            log.warning("engine_answers")
         self.apply(events.HoldChanged(Hold(HoldKind.STALLED, self.core.state.engine_id), present=stalled))
 
     def _die(self, cause: str) -> None:
