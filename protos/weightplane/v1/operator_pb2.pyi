@@ -812,6 +812,8 @@ class EngineView(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     LAG_FIELD_NUMBER: _builtins.int
+    LIKENESS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
@@ -828,6 +830,12 @@ class EngineView(_message.Message):
     """By what its weights were found to be right, where it was brought any."""
     lag: _builtins.int
     """Fleet commits between what it holds and the newest one. Absent: it is UNKNOWN, or holds nothing."""
+    likeness: _builtins.str
+    """All that may change its answers beside the weights, as it said: its software, device, dtype. Engines of one likeness
+    say the same of the same bytes.
+    """
+    host_id: _builtins.str
+    """Host that it runs on; equal ids share /dev/shm."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its last report. `known` tells whether that is still current."""
@@ -869,10 +877,12 @@ class EngineView(_message.Message):
         verification: _engine_pb2.Verification.ValueType = ...,
         kept: _version_pb2.WeightVersion | None = ...,
         lag: _builtins.int | None = ...,
+        likeness: _builtins.str = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "desired", b"desired", "kept", b"kept", "lag", b"lag", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "kept", b"kept", "known", b"known", "lag", b"lag", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "kept", b"kept", "known", b"known", "lag", b"lag", "likeness", b"likeness", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lag: _TypeAlias = _typing.Literal["lag"]  # noqa: Y015
     _WhichOneofArgType__lag: _TypeAlias = _typing.Literal["_lag", b"_lag"]  # noqa: Y015
