@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+import grpc
 import pytest
 from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet
+from tests.support.local_fleet import LocalFleet, Weights, local_fleet
 from tests.support.ports import free_port
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
@@ -47,6 +48,21 @@ async def test_a_push_is_seen_by_one_id_in_all_logs_and_in_everybodys_metrics(tm
     assert {"record_written"} <= told, "the coordinator"
     assert {"push_began", "push_ended"} <= told, "the trainer agent"
     assert {"weights_applied"} <= told, "the engine agents"
+
+
+async def test_a_refusal_of_an_updates_stream_is_logged_under_its_id(tmp_path: Path) -> None:
+    with capture_logs(processors=[merge_contextvars]) as lines:
+        async with local_fleet(tmp_path, engines=1) as fleet:
+            begun, weights = await fleet.begin(), Weights()
+            stream = fleet.stream(begun, "e0")
+            await stream.until_ready(weights)
+            await fleet.go(begun.update_id)
+            await stream.commit(weights, chunk_count=3)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stream.read()
+            await fleet.decided(begun.update_id)
+            assert "weights_applied" not in logged(lines, begun.update_id)
+    assert "call_refused" in logged(lines, begun.update_id)
 
 
 async def test_an_admin_sees_the_coordinators_connections(tmp_path: Path) -> None:
