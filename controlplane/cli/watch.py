@@ -48,6 +48,7 @@ def watch(
 async def _states(coordinator: str, count: int, timeout: float) -> AsyncIterator[operator_pb2.FleetView | str]:
     """Views; and a text for each time that the coordinator went away. Raises CommandFailed: it was never there."""
     from controlplane.cli.ask import asking
+    from controlplane.rpc.errors import RemoteError
     from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
     seen = 0
@@ -68,6 +69,10 @@ async def _states(coordinator: str, count: int, timeout: float) -> AsyncIterator
             if not seen or error.code is not ExitCode.UNREACHABLE:
                 raise
             yield str(error)
+        except RemoteError as error:
+            if not seen or error.code != "CANCELLED":  # how a coordinator that stops in order ends its streams
+                raise
+            yield "the coordinator stops"
         await asyncio.sleep(RECONNECT_SECONDS)
 
 

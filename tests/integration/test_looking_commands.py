@@ -64,6 +64,28 @@ async def test_watch_takes_a_terminals_screen_and_gives_it_back(tmp_path: Path) 
     assert "update_decided" in screen
 
 
+async def test_watch_waits_for_a_coordinator_that_is_started_anew(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path, engines=1) as fleet:
+        command = (sys.executable, "-u", "-m", "controlplane.cli.main", "watch", "--coordinator", fleet.address)
+        pipe = asyncio.subprocess.PIPE
+        watching = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=asyncio.subprocess.DEVNULL)
+        assert watching.stdout is not None
+        try:
+            await _line_with(watching.stdout, "engine_joined e0")
+            await fleet.stop("coordinator")
+            await fleet.start_coordinator()
+            await _line_with(watching.stdout, "engine_joined e0")
+        finally:
+            watching.terminate()
+            await watching.wait()
+
+
+async def _line_with(lines: asyncio.StreamReader, text: str) -> None:
+    async with asyncio.timeout(60):
+        while text not in (line := (await lines.readline()).decode()):
+            assert line, "it ended"
+
+
 def on_a_terminal(*words: str) -> str:
     """All that a command writes to a terminal of 40 lines."""
     command = [sys.executable, "-m", "controlplane.cli.main", *words]
