@@ -56,6 +56,8 @@ from weightplane.v1 import (
 
 log = structlog.get_logger(__name__)
 
+BEHIND_THE_GATE = ("weightplane.v1.WeightUpdate", "weightplane.v1.Lifecycle")
+"""Services that an engine has as long as it lives."""
 RESTART_WAIT_SECONDS = (1.0, 30.0)
 """First and longest wait before a dead engine is replaced; doubled in between."""
 
@@ -278,9 +280,9 @@ class _Agent:
         return False
 
     async def _follow_readiness(self, life: EngineLife) -> None:
-        """Readiness is the gate."""
+        """Readiness is the gate; updates and orders are taken behind a shut one too."""
         async for _ in life.state.watch():
-            await self._server.set_serving(life.open)
+            await self._server.set_serving(life.open, besides=BEHIND_THE_GATE)
 
 
 def _membership(settings: EngineSettings) -> Membership:

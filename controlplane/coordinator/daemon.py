@@ -39,6 +39,8 @@ from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2
 
 log = structlog.get_logger(__name__)
 
+READS = ("weightplane.v1.Operator",)
+"""Services that answer while the coordinator recovers."""
 TICKS_PER_TTL = 10
 """How finely silence is noticed."""
 
@@ -140,7 +142,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
 
 
 async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer, stop: asyncio.Event) -> int:
-    await server.set_serving(not hub.core.recovering)
+    await server.set_serving(not hub.core.recovering, besides=READS)
     ticker = asyncio.create_task(hub.tick_forever(settings.lease_ttl_seconds / TICKS_PER_TTL))
     publisher = asyncio.create_task(hub.publish_forever())
     readiness = asyncio.create_task(_follow_readiness(hub, server))
@@ -171,7 +173,7 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
 async def _follow_readiness(hub: Hub, server: RunningServer) -> None:
     """NOT_SERVING while recovering: reads are allowed, updates are not."""
     async for view in hub.view.watch():
-        await server.set_serving(not view.recovering)
+        await server.set_serving(not view.recovering, besides=READS)
 
 
 def _publish(path: Path, address: str) -> None:

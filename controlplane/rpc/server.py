@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -44,10 +44,11 @@ class RunningServer:
     address: str
     services: tuple[str, ...]
 
-    async def set_serving(self, serving: bool) -> None:
-        """Readiness, for the whole and for each service."""
-        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    async def set_serving(self, serving: bool, *, besides: Collection[str] = ()) -> None:
+        """Readiness, for the whole and for each service. `besides`: services that answer whatever the whole does."""
         for name in ("", *self.services):
+            good = serving or name in besides
+            state = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
             await self.health.set(name, state)
 
     async def stop(self) -> None:
