@@ -118,5 +118,7 @@ function why(engine) {
   if (engine.kept) return `stays at ${version(engine.kept)}`;
   if (status.gate_open) return "";
   const gate = engine.conditions.find((c) => c.type === "GateOpen");
-  return gate && gate.status !== "CONDITION_STATUS_TRUE" ? [gate.reason, gate.message].filter(Boolean).join(": ") : "";
+  if (!gate || gate.status === "CONDITION_STATUS_TRUE") return "";
+  const told = engine.conditions.find((c) => c.reason === gate.reason && c.message);
+  return told ? told.message : gate.reason;
 }

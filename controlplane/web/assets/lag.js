@@ -24,6 +24,7 @@ function newRow() {
 function fill(element, { lag, value, all }) {
   const [head, share, number] = element.children;
   say(head, lag);
+  share.firstElementChild.hidden = !value;
   share.firstElementChild.style.width = `${((value / all) * 100).toFixed(2)}%`;
   say(number, `${count(value)}  ${shareOf(value, all)}`);
 }
