@@ -64,6 +64,7 @@ async def test_watch_takes_a_terminals_screen_and_gives_it_back(tmp_path: Path) 
     assert "update_decided" in screen
 
 
+@pytest.mark.slow
 async def test_watch_waits_for_a_coordinator_that_is_started_anew(tmp_path: Path) -> None:
     async with local_fleet(tmp_path, engines=1) as fleet:
         command = (sys.executable, "-u", "-m", "controlplane.cli.main", "watch", "--coordinator", fleet.address)
@@ -102,6 +103,7 @@ def on_a_terminal(*words: str) -> str:
     return written.decode(errors="replace")
 
 
+@pytest.mark.slow
 async def test_verify_fails_where_one_engine_holds_nothing_and_why_refuses_what_is_unknown(tmp_path: Path) -> None:
     async with local_fleet(tmp_path, engines=1) as fleet:
         await fleet.push(Weights())
