@@ -28,7 +28,9 @@ from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
-from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
+from controlplane.rpc.metrics import serve_metrics, watch_loop
+from controlplane.rpc.ports import PortUnavailable
+from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
 from engine_agent.external.settings import ExternalSettings
@@ -37,6 +39,7 @@ from engine_agent.lifecycle_service import LifecycleService
 from engine_agent.members.head import Members
 from engine_agent.members.nodes import FurtherNodes
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.metrics import AgentMetrics
 from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS, transports_of
 from engine_agent.remembered import Memory
@@ -62,6 +65,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 STOPS = "the agent stops"
+BEHIND_THE_GATE = ("weightplane.v1.WeightUpdate", "weightplane.v1.Lifecycle")
+"""Services that an engine has as long as it lives."""
 RESTART_WAIT_SECONDS = (1.0, 30.0)
 """First and longest wait before a dead engine is replaced; doubled in between."""
 
@@ -119,6 +124,8 @@ class EngineSettings:
     updated: the engine of a frozen model (teacher, reference)."""
     openai: OpenAiSettings | None = None
     """Serve vLLM's OpenAI-compatible API too, behind the gate. Absent: no."""
+    metrics_listen: str = ""
+    """Address that answers GET /metrics; empty: none does."""
     group: str = ""
     """What the coordinator's min_engines counts it under."""
     unit: str = ""
@@ -154,6 +161,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         holder.life = _first_life(settings, memory, members)
         door = _door(holder, settings)
         server = await start_server(settings.listen, _services(holder, settings, stop, members))
+        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder))
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         if door is not None:
@@ -174,6 +182,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         signalled.cancel()
         if door is not None:
             await door.stop()
+        end_metrics()
         await server.stop()
         log.info("engine_agent_stopped")
 
@@ -208,10 +217,12 @@ class _Agent:
 
     async def run(self) -> int:
         feeding = asyncio.create_task(self._supervisor.feed(self._moved))
+        measuring = asyncio.create_task(watch_loop())
         try:
             return await self._lives()
         finally:
             feeding.cancel()
+            measuring.cancel()
             self._supervisor.stopping()
 
     async def _lives(self) -> int:
@@ -346,9 +357,10 @@ class _Agent:
             log.warning("requests_cut", count=len(life.requests), waited_seconds=limit)
 
     async def _follow_readiness(self, life: EngineLife) -> None:
-        """Readiness is the gate; what `systemctl status` shows is what the engine says of itself."""
+        """Readiness is the gate, and updates and orders are taken behind a shut one too. `systemctl status` shows what
+        the engine says of itself."""
         async for state in life.state.watch():
-            await self._server.set_serving(life.open)
+            await self._server.set_serving(life.open, besides=BEHIND_THE_GATE)
             self._supervisor.status(self._in_a_line(life, state))
 
     def _in_a_line(self, life: EngineLife, state: EngineState) -> str:

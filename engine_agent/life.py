@@ -33,6 +33,7 @@ from controlplane.core.layout import TAKES_FORMAT
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.metrics import INSTALLS, PAUSE_PARTS, PAUSE_SECONDS, TOKENS
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.installing import Applied, Install, prove_at_last
@@ -47,6 +48,8 @@ from engine_agent.streaming import StreamingInstall
 
 log = structlog.get_logger(__name__)
 
+LAGS_COUNTED = 9
+"""0 to 7 fleet commits, and more."""
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""
 
@@ -80,7 +83,9 @@ class EngineLife:
         self.state: Latest[EngineState] = Latest(initial)
         self.owed_reference: CanaryReference | None = None
         """What the canary that was put off last is to be compared with."""
-        self.requests = Requests(engine, self._count, self._disagree)
+        self.requests = Requests(engine, self._count, self._disagree, self._made)
+        self.tokens_by_lag = [0] * LAGS_COUNTED
+        """Tokens made so far, by how many fleet commits their version was behind then."""
         self.waiting = 0
         """Requests outside the gate."""
         self.base = BaseKeeper(wanted=deltas)
@@ -132,7 +137,10 @@ class EngineLife:
 
     def _stalled(self, stalled: bool) -> None:
         """INV-10: what shows no progress is not routed to; who is in may go on to the end."""
-        log.warning("engine_stalled" if stalled else "engine_answers")
+        if stalled:
+            log.warning("engine_stalled")
+        else:
+            log.warning("engine_answers")
         self.apply(events.HoldChanged(Hold(HoldKind.STALLED, self.core.state.engine_id), present=stalled))
 
     def _die(self, cause: str) -> None:
@@ -197,7 +205,13 @@ class EngineLife:
     def _count(self) -> None:
         """Rides along with the next report; a report for each request would be too many."""
         live, places = len(self.requests), len(self.requests) if self.facts is None else self.facts.max_requests
-        self.apply(events.RequestsCounted(live, self.waiting + max(0, live - places)))
+        waiting = self.waiting + max(0, live - places)
+        self.apply(events.RequestsCounted(live, waiting, tuple(self.tokens_by_lag)))
+
+    def _made(self, version: WeightVersion, count: int) -> None:
+        lag = min(self.core.commits.lag(version), LAGS_COUNTED - 1)
+        self.tokens_by_lag[lag] += count
+        TOKENS.labels(str(lag)).inc(count)
 
     @contextmanager
     def waiting_outside(self) -> Iterator[None]:
@@ -326,12 +340,16 @@ class EngineLife:
             self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
         if self.base.take(update, receiver):
             del self._receivers[update.stream]
+        INSTALLS.labels("applied").inc()
+        for part in PAUSE_PARTS:
+            PAUSE_SECONDS.labels(part).observe(getattr(found.timings, part))
         log.info(
             "weights_applied", version=update.version.number, update_id=update.update_id, timings=str(found.timings)
         )
 
     def _refused(self, error: WeightplaneError, *, touched: bool) -> None:
         """INV-4: nothing is resumed here; the gate opens only if the weights are whole and served."""
+        INSTALLS.labels(error.reason).inc()
         log.error("install_failed", reason=error.reason, text=str(error), touched=touched)
         self.apply(events.InstallEnded(error, touched))
         if touched:
@@ -339,6 +357,7 @@ class EngineLife:
 
     async def _lost_in_install(self, error: WeightplaneError) -> None:
         """An unknown outcome: the processes go, and a new incarnation takes their place."""
+        INSTALLS.labels(error.reason).inc()
         log.error("install_lost", reason=error.reason, text=str(error))
         self.apply(events.InstallEnded(error, touched=True))
         self.requests.abort_all()

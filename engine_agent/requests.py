@@ -107,9 +107,17 @@ class Parts:
 class Requests:
     """The live requests of one engine incarnation."""
 
-    def __init__(self, engine: Engine, counted: Callable[[], None], disagreed: Callable[[str], None]) -> None:
-        """`counted` is told when the number of requests changes, `disagreed` when an account is wrong (INV-11)."""
+    def __init__(
+        self,
+        engine: Engine,
+        counted: Callable[[], None],
+        disagreed: Callable[[str], None],
+        made: Callable[[WeightVersion, int], None] = lambda version, count: None,
+    ) -> None:
+        """`counted` is told when the number of requests changes, `disagreed` when an account is wrong (INV-11), `made`
+        how many tokens were attributed to which version."""
         self._engine = engine
+        self._made = made
         self._counted = counted
         self._disagreed = disagreed
         self._live: dict[str, _Request] = {}
@@ -239,6 +247,7 @@ class Requests:
         if count:
             _extend(request.spans, request.version, request.attributed, request.attributed + count)
             request.attributed += count
+            self._made(request.version, count)
         if delta.finish_reason is None:
             request.out.put_nowait(Part(request.version, delta))
             return

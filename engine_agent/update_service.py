@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from controlplane import failpoints
 from controlplane.checkpoints import CheckpointManifest, read_manifest
@@ -25,6 +26,7 @@ from controlplane.core.engine_state import Activity
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
+from controlplane.rpc.metrics import RECEIVED_BYTES, transport_label
 from engine_agent import update_frames as frames
 from engine_agent.engine import StagedWeights
 from engine_agent.entry import check_ids
@@ -124,6 +126,7 @@ class _Attempt:
         self._receiver: Receiver | None = None
         self._link: ReceiverLink | None = None
         self._assembly: Assembly | None = None
+        self._transport = weight_update_pb2.TRANSPORT_UNSPECIFIED
         self._parts: StreamedParts | None = None
         """Of a streaming update: installed as they come."""
         self.update_id = ""
@@ -136,6 +139,8 @@ class _Attempt:
         self._check_reference(event)
         accept = _only(events.Accept, self._life.apply(event))
         self.update_id = opened.update_id
+        bind_contextvars(update_id=opened.update_id)  # of this call, and of the install that it may begin
+        self._transport = opened.transport
         if not accept.attached and opened.transport == weight_update_pb2.TRANSPORT_CHECKPOINT:
             root = self._root()
             yield frames.accepted(version)
@@ -276,6 +281,7 @@ class _Attempt:
             event = events.ChunkArrived(self._stream, version, index, records, size)
             verify = _only(events.Verify, self._life.apply(event))
             await in_thread(partial(self._check_read, receiver, index, verify.tensors), name=READER)
+            self._count(size)
             failpoints.hit("engine.between_chunks", index)
         self._life.apply(events.BytesVerified(self._stream))
 
@@ -308,6 +314,7 @@ class _Attempt:
             self._parts.began(effects)
         verify = _only(events.Verify, effects)
         await asyncio.to_thread(self._place_and_check, event.records, buffers, verify.tensors)
+        self._count(sum(r.byte_count for r in event.records))
         failpoints.hit("engine.between_chunks", chunk.index)
         assert self._receiver is not None
         if self._parts is not None:
@@ -324,6 +331,9 @@ class _Attempt:
         assert self._receiver is not None  # chunks come when it was made
         self._receiver.place(records, buffers)
         self._check(self._receiver, tensors)
+
+    def _count(self, byte_count: int) -> None:
+        RECEIVED_BYTES.labels(transport_label(self._transport)).inc(byte_count)
 
     def _check(self, receiver: Receiver, tensors: tuple[int, ...]) -> None:
         assert self._assembly is not None

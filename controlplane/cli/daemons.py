@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -25,6 +25,10 @@ Sets = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as vllm.dtype=bfloat16. May be repeated."),
 ]
 LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")]
+LogFormat = Annotated[
+    Literal["auto", "json", "console"],
+    typer.Option("--log-format", metavar="FORMAT", help="json, console, or auto: by whether a terminal watches."),
+]
 Parent = Annotated[
     int | None,
     typer.Option("--die-with-parent", metavar="PID", help="End when process PID, which started this one, ends."),
@@ -52,6 +56,7 @@ def coordinator(
     fleet: Fleet = None,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
+    log_format: LogFormat = "auto",
     die_with_parent: Parent = None,
 ) -> int:
     """Run the coordinator: it owns the fleet's record and decides; it never touches a tensor's bytes."""
@@ -65,7 +70,7 @@ def coordinator(
         settings = coordinator_of(fleet, given)
     else:
         settings = _settings(CoordinatorSettings, config, given)
-    _prepare("coordinator", log_level, die_with_parent)
+    _prepare("coordinator", log_level, log_format, die_with_parent)
     return asyncio.run(run_coordinator(settings))
 
 
@@ -89,6 +94,7 @@ def engine(
     on_ray: Annotated[bool, typer.Option("--ray", help="On a node of the Ray cluster at RAY_ADDRESS.")] = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
+    log_format: LogFormat = "auto",
     die_with_parent: Parent = None,
 ) -> int:
     """Run an engine agent with its engine: the only writer of that engine's weights."""
@@ -100,7 +106,7 @@ def engine(
         from engine_agent.members.member import MemberSettings, run_member
 
         member = _settings(MemberSettings, config, _given(sets, engine_id=member_of, head=head))
-        _prepare("member", log_level, die_with_parent)
+        _prepare("member", log_level, log_format, die_with_parent)
         return asyncio.run(run_member(member))
     given = _given(sets, listen=listen, coordinator=coordinator)
     if (fleet is None) != (engine_id is None):
@@ -114,7 +120,7 @@ def engine(
         settings = engine_of(fleet, engine_id, given)
     else:
         settings = _settings(EngineSettings, config, given)
-    _prepare("engine", log_level, die_with_parent)
+    _prepare("engine", log_level, log_format, die_with_parent)
     return asyncio.run(run_engine(settings))
 
 
@@ -129,6 +135,7 @@ def trainer(
     ] = None,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
+    log_format: LogFormat = "auto",
     die_with_parent: Parent = None,
 ) -> int:
     """Run a trainer agent: it starts the training ranks and speaks for them."""
@@ -138,7 +145,7 @@ def trainer(
     settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator))
     if not command:
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
-    _prepare("trainer", log_level, die_with_parent)
+    _prepare("trainer", log_level, log_format, die_with_parent)
     return asyncio.run(run_trainer(settings, command))
 
 
@@ -168,11 +175,11 @@ def _only_one(config: Path | None) -> None:
         raise typer.BadParameter("give --config or --fleet, not both")
 
 
-def _prepare(component: str, log_level: str, parent: int | None) -> None:
+def _prepare(component: str, log_level: str, log_format: str, parent: int | None) -> None:
     from controlplane.processes import die_with_parent
     from controlplane.rpc.logs import configure_logging
 
-    configure_logging(component, level=log_level.upper())
+    configure_logging(component, json=None if log_format == "auto" else log_format == "json", level=log_level.upper())
     if parent is None:
         return
     try:

@@ -36,17 +36,22 @@ PHASE_STYLES = {"committed": "green", "degraded": "yellow", "failed": "red"}
 
 def render_fleet(view: operator_pb2.FleetView, now: float) -> RenderableType:
     """The whole of `weightplane status`. `now` is the wall clock's time in seconds."""
+    parts = [*head(view), Text(), engines_table(view, now)]
+    if view.trainers:
+        parts += [Text(), trainers_table(view.trainers, now)]
+    if view.updates:
+        parts += [Text(), _updates_table(view.updates)]
+    return Group(*parts)
+
+
+def head(view: operator_pb2.FleetView) -> list[RenderableType]:
+    """What stands above the tables."""
     parts: list[RenderableType] = [_head(view)]
     if view.ledger_regressed:
         parts.append(Text(f"LEDGER REGRESSED, nothing is given out: {view.ledger_regressed}", style="bold red"))
     if catching_up := [e for e in view.engines if e.catch_up]:
         parts.append(Text(f"from a checkpoint: {', '.join(map(_catch_up, catching_up))}", style="cyan"))
-    parts += [Text(), engines_table(view, now)]
-    if view.trainers:
-        parts += [Text(), _trainers_table(view.trainers, now)]
-    if view.updates:
-        parts += [Text(), _updates_table(view.updates)]
-    return Group(*parts)
+    return parts
 
 
 def engines_table(view: operator_pb2.FleetView, now: float) -> Table:
@@ -102,7 +107,8 @@ def served_versions(view: operator_pb2.FleetView, model: str) -> list[version_pb
 def _head(view: operator_pb2.FleetView) -> Text:
     models = "; ".join(_model(m) for m in view.state.models) or "no model yet"
     waiting = view.recovering and not view.ledger_regressed
-    recovering = " · RECOVERING, waiting for agents' reports" if waiting else ""
+    whom = f" of {', '.join(view.awaited_engine_ids)}" if view.awaited_engine_ids else ""
+    recovering = f" · RECOVERING, waiting for agents' reports{whom}" if waiting else ""
     return Text(f"run {view.run_id} · coordinator term {view.coordinator_term}{recovering} · {models}")
 
 
@@ -118,7 +124,7 @@ def _model(state: fleet_pb2.ModelState) -> str:
     return f"{state.model} serves {served} (term {state.term}, commit {state.ordinal})"
 
 
-def _trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> Table:
+def trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> Table:
     table = new_table("TRAINER", "MODEL", "TERM", "RANKS", "STEP", "PHASE", "LEASE")
     for trainer in trainers:
         status = trainer.status

@@ -11,7 +11,20 @@ from typing import Annotated
 
 import typer
 
-from controlplane.cli import daemons, engines, health, ledger, plan, rollback, sim, status
+from controlplane.cli import (
+    daemons,
+    doctor,
+    engines,
+    health,
+    ledger,
+    plan,
+    rollback,
+    sim,
+    status,
+    updates,
+    verify,
+    watch,
+)
 from controlplane.cli.demo.command import demo
 from controlplane.cli.up.command import up
 
@@ -19,7 +32,6 @@ app = typer.Typer(
     name="weightplane",
     help="Carries weights from RL trainers to rollout engines; nothing is served under a version that it is not.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -29,6 +41,11 @@ app.command(short_help="Run a trainer agent with its training ranks.")(daemons.t
 app.command(short_help="Start a fleet file on this machine.")(up)
 app.command(short_help="Train a small model on this machine.")(demo)
 app.command(short_help="Show engines, trainers and updates.")(status.status)
+app.command(short_help="Show the fleet live.")(watch.watch)
+app.command(short_help="Show the last updates.")(updates.updates)
+app.command(short_help="Say what an update waits for, or waited for.")(updates.why)
+app.command(short_help="Compare what engines hold with what the fleet serves.")(verify.verify)
+app.command(short_help="Look for what is wrong with this machine.")(doctor.doctor)
 app.command(short_help="Show what an update would do and cost, without doing it.")(plan.plan)
 app.command(short_help="Bring an earlier version's weights back.")(rollback.rollback)
 app.command(short_help="Ask a daemon whether it serves.")(health.health)

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import structlog
+from structlog.contextvars import bind_contextvars
 
 from controlplane.coordinator.hub import Hub
 from controlplane.core.errors import DeadlineExceeded, NotWelcomed, PeerLost, UpdateAborted, WeightplaneError
@@ -53,6 +54,7 @@ class Carrier:
 
     async def _carry(self, carry: Carry) -> None:
         engine_id, error = carry.engine.engine_id, None
+        bind_contextvars(update_id=carry.update_id)  # of this task alone
         log.info("carry_began", engine=engine_id, version=str(carry.version), checkpoint=carry.checkpoint.name)
         try:
             async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint) as channel:

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ import structlog
 
 from controlplane.coordinator.carrier import Carrier
 from controlplane.coordinator.hub import Hub
+from controlplane.coordinator.metrics import FleetMetrics
 from controlplane.coordinator.rollout_proxy import MAX_CALLS, RolloutProxy
 from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import InvalidRequest, LedgerError
@@ -28,13 +30,18 @@ from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
-from controlplane.rpc.metrics import serve_metrics
+from controlplane.rpc.channelz import add_channelz, check_installed
+from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
+from controlplane.web import serve_page
+from controlplane.web.server import check_address
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
+READS = ("weightplane.v1.Operator",)
+"""Services that answer while the coordinator recovers."""
 TICKS_PER_TTL = 10
 """How finely silence is noticed."""
 
@@ -79,13 +86,26 @@ class CoordinatorSettings:
     """Rollout calls that it passes on to engines at once, for grpcurl and simple clients; one more is refused."""
     metrics_listen: str = ""
     """Address that answers GET /metrics; empty: none does."""
+    web_listen: str = ""
+    """Address of the page, such as 127.0.0.1:7080; empty: there is none. It asks nobody for a password, so it is on
+    loopback, unless `web_trusted`."""
+    web_trusted: bool = False
+    """The page may be on any address, and answer under any name: whoever reaches it sees the fleet."""
+    channelz: bool = False
+    """Serve grpc.channelz.v1 too: which connections and streams there are. Needs the extra `channelz`."""
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
+    web_address_file: Path | None = None
+    """The same of the page, as a URL; it is there before `address_file` is."""
 
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
         if self.max_rollout_calls < 0:
             raise InvalidRequest("max_rollout_calls", "is at least 0")
+        if self.channelz:
+            check_installed()
+        if self.web_listen:
+            check_address(self.web_listen, trusted=self.web_trusted)
 
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
@@ -93,6 +113,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
     writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
     ledger = SqliteLedger(settings.state_dir / "ledger.sqlite")
     loop = asyncio.get_running_loop()
+    beside = AsyncExitStack()
     try:
         recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
         core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
@@ -100,18 +121,26 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
         hub.start_carry = carrier.start
         proxy = RolloutProxy(hub, settings.max_rollout_calls)
-        server = await start_server(settings.listen, _services(hub, proxy))
-        serve_metrics(settings.metrics_listen)
+        more = [add_channelz] if settings.channelz else []
+        server = await start_server(settings.listen, [*_services(hub, proxy), *more])
+        beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value)))
+        page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, trusted=settings.web_trusted))
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
     except OSError as error:
         log.error("port_unavailable", cause=str(error))
+        await beside.aclose()
         await loop.run_in_executor(writer, ledger.close)
         return ExitCode.PORT_IN_USE
+    if page:
+        log.info("page_ready", url=page)
+        if settings.web_address_file is not None:
+            _publish(settings.web_address_file, page)
     try:
         return await _serve(settings, hub, server, stop or asyncio.Event())
     finally:
+        await beside.aclose()
         await carrier.close()
         await server.stop()
         await proxy.close()
@@ -121,13 +150,14 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
 
 
 async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer, stop: asyncio.Event) -> int:
-    await server.set_serving(not hub.core.recovering)
+    await server.set_serving(not hub.core.recovering, besides=READS)
     ticker = asyncio.create_task(hub.tick_forever(settings.lease_ttl_seconds / TICKS_PER_TTL))
     publisher = asyncio.create_task(hub.publish_forever())
     supervisor = Supervisor()
     readiness = asyncio.create_task(_follow_readiness(hub, server, supervisor))
     signalled = asyncio.create_task(wait_for_signal(stop))
     feeding = asyncio.create_task(supervisor.feed(lambda: hub.ticks))
+    measuring = asyncio.create_task(watch_loop())
     log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
     if settings.address_file is not None:
         _publish(settings.address_file, server.address)
@@ -144,7 +174,7 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
         return ExitCode.OK
     finally:
         supervisor.stopping()
-        for task in (ticker, publisher, readiness, signalled, feeding):
+        for task in (ticker, publisher, readiness, signalled, feeding, measuring):
             task.cancel()
 
 
@@ -152,7 +182,7 @@ async def _follow_readiness(hub: Hub, server: RunningServer, supervisor: Supervi
     """NOT_SERVING while recovering: reads are allowed, updates are not."""
     said = ""
     async for view in hub.view.watch():
-        await server.set_serving(not view.recovering)
+        await server.set_serving(not view.recovering, besides=READS)
         if said != (said := _in_a_line(view)):
             supervisor.status(said)
 

@@ -16,6 +16,8 @@ import structlog
 
 from controlplane import failpoints
 from controlplane.coordinator import views
+from controlplane.coordinator.happenings import Happenings
+from controlplane.coordinator.metrics import count_decided
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
@@ -41,7 +43,6 @@ from controlplane.core.versions import ModelName, RunId, Term, UpdateId
 from controlplane.ledger import Ledger
 from controlplane.rpc.codec import seconds_to_proto
 from controlplane.rpc.latest import Latest
-from controlplane.rpc.metrics import APPLIED_NUMBER, SERVED_NUMBER
 from controlplane.rpc.tasks import to_the_end
 from weightplane.v1 import fleet_pb2, operator_pb2
 
@@ -83,8 +84,13 @@ class Hub:
     def __init__(self, core: FleetCore, ledger: Ledger, writer: ThreadPoolExecutor, heartbeat_seconds: float) -> None:
         self.core = core
         self.heartbeat_seconds = heartbeat_seconds
+        self.clock_shift = time.time() - time.monotonic()
+        """Seconds that turn the core's time into the clock's: of one moment, so that dates do not move."""
+        self._decided, self._happenings = views.Decided(), Happenings()
         self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
-        self.view: Latest[operator_pb2.FleetView] = Latest(self._view())
+        first = self._view()
+        self._happenings.see(first)
+        self.view: Latest[operator_pb2.FleetView] = Latest(first)
         self.start_carry: Callable[[Carry], None] = _no_carrier
         """Who brings versions from checkpoints; set by the daemon."""
         self._ledger = ledger
@@ -161,7 +167,11 @@ class Hub:
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
         async with self._lock:
-            return self.view.value if self.failed.done() else self._view()
+            if self.failed.done():
+                return self.view.value
+            view = self._view()
+            self._happenings.show(view)
+            return view
 
     async def preview(self, run_id: str, model: str, transport: Transport | None, fate: LinkFate | None) -> Preview:
         """What an update would do if it began now. Between two events, like all that is told."""
@@ -178,6 +188,7 @@ class Hub:
                     failpoints.hit("coordinator.before_decision")
                     await self._save(record)
                     failpoints.hit("coordinator.after_decision")
+                    count_decided(self.core.updates[record.update_id])
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):
@@ -203,7 +214,8 @@ class Hub:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
-        log.info("record_written", kind=type(record).__name__, record=str(record))
+        of_update = {"update_id": update_id} if (update_id := getattr(record, "update_id", None)) else {}
+        log.info("record_written", kind=type(record).__name__, record=str(record), **of_update)
 
     # ---- telling ----
 
@@ -230,7 +242,7 @@ class Hub:
             outbox.put(fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core, session)))
 
     def _publish_update(self, update: UpdateTransaction) -> None:
-        state = views.update_state(update)
+        state = views.update_state(update, self.clock_shift)
         topic = self._updates.get(update.update_id)
         if topic is None:
             self._updates[update.update_id] = Latest(state)
@@ -240,18 +252,16 @@ class Hub:
             del self._updates[gone]
 
     def _publish_views(self) -> None:
-        self.view.set(self._view())
-        for name, record in self.core.models.items():
-            SERVED_NUMBER.labels(name).set(max((v.number for v in record.served), default=-1))
-        for engine_id, engine in self.core.engines.items():
-            APPLIED_NUMBER.labels(engine_id).set(-1 if engine.state.applied is None else engine.state.applied.number)
+        view = self._view()
+        self._happenings.see(view)
+        self.view.set(view)
         for (model, kept), topic in self._routes.items():
             new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
             if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
                 topic.set(new)
 
     def _view(self) -> operator_pb2.FleetView:
-        return views.fleet_view(self.core, time.monotonic(), time.time())
+        return views.fleet_view(self.core, time.monotonic(), self.clock_shift, self._decided)
 
     # ---- watching ----
 

@@ -126,7 +126,9 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         await self._hub.handle(
             events.AbortRequested(RunId(request.run_id), update_id, Term(request.term), request.reason)
         )
-        return fleet_pb2.AbortUpdateResponse(state=views.update_state(self._hub.core.updates[update_id]))
+        return fleet_pb2.AbortUpdateResponse(
+            state=views.update_state(self._hub.core.updates[update_id], self._hub.clock_shift)
+        )
 
     async def PublishCheckpoint(
         self, request: fleet_pb2.PublishCheckpointRequest, context: Any

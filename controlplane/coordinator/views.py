@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TypeVar
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from controlplane.core.canary import Verification
 from controlplane.core.fleet import FleetCore
@@ -13,14 +15,23 @@ from controlplane.core.fleet_preview import Preview
 from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
 from controlplane.core.names import natural_key
 from controlplane.core.plan_costs import SenderCost, engine_costs, sender_costs
-from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
-from controlplane.core.versions import EngineId, ModelName
+from controlplane.core.update_transaction import Outcome, Phase, Times, UpdateTransaction
+from controlplane.core.versions import EngineId, ModelName, UpdateId
 from controlplane.rpc.codec import commit_to_proto, engine_ref, version_to_proto
-from controlplane.rpc.engine_codec import STAGES, conditions_to_proto, refusal_to_proto, state_to_proto, timestamp
+from controlplane.rpc.engine_codec import (
+    STAGES,
+    conditions_to_proto,
+    refusal_to_proto,
+    state_to_proto,
+    timestamp,
+    timings_to_proto,
+)
 from controlplane.rpc.plan_codec import TRANSPORTS, load_to_proto, plan_to_proto
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 T = TypeVar("T")
+MAX_OUTCOMES_SHOWN = 4096
+"""Of all updates in a view together: a fleet of a thousand engines must fit into one message."""
 COMMITS_TOLD = 8
 """To agents, in each state; they remember those before."""
 VERIFICATIONS = {v: engine_pb2.Verification.Value(f"VERIFICATION_{v.name}") for v in Verification}
@@ -73,7 +84,10 @@ def routes(core: FleetCore, model: ModelName, revision: int, *, kept: bool) -> f
     )
 
 
-def update_state(update: UpdateTransaction) -> fleet_pb2.UpdateState:
+def update_state(update: UpdateTransaction, shift: float) -> fleet_pb2.UpdateState:
+    """`shift` seconds turn the core's monotonic time into the clock's; the same for all views of one coordinator's
+    life, so that a state that did not change looks the same."""
+    times = update.times
     return fleet_pb2.UpdateState(
         update_id=update.update_id,
         model=update.model,
@@ -81,15 +95,50 @@ def update_state(update: UpdateTransaction) -> fleet_pb2.UpdateState:
         step=update.step,
         phase=_PHASES[update.phase],
         cause=update.cause,
-        engines=[_outcome(o) for o in _by_name(update.outcomes)],
+        engines=[_outcome(o, times, shift) for o in _by_name(update.outcomes)],
         restores=None if update.restores is None else version_to_proto(update.restores),
         content_digest=update.content_digest,
+        begin_time=_date(times.began, shift),
+        go_time=_date(times.went_go, shift),
+        decide_time=_date(times.decided, shift),
+        deadline_time=None if update.phase.final else _date(update.deadline, shift),
+        byte_count=update.byte_count,
     )
 
 
-def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.FleetView:
-    """Everything. `now` is the core's monotonic time and `wall_now` the clock's, to date what is known."""
-    shift = wall_now - now
+def _date(at: float | None, shift: float) -> Timestamp | None:
+    return None if at is None else timestamp(at + shift)
+
+
+class Decided:
+    """Messages of what does not change any more: a view of the whole fleet is made many times a second."""
+
+    def __init__(self) -> None:
+        self._updates: dict[UpdateId, fleet_pb2.UpdateState] = {}
+        self._plans: dict[UpdateId, fleet_pb2.Plan] = {}
+
+    def update(self, update: UpdateTransaction, shift: float) -> fleet_pb2.UpdateState:
+        if not update.phase.final:
+            return update_state(update, shift)
+        if update.update_id not in self._updates:
+            self._updates[update.update_id] = update_state(update, shift)
+        return self._updates[update.update_id]
+
+    def plan(self, update: UpdateTransaction) -> fleet_pb2.Plan:
+        if update.update_id not in self._plans:
+            self._plans[update.update_id] = plan_to_proto(update.plan)
+        return self._plans[update.update_id]
+
+    def forget(self, known: Collection[UpdateId], planned: Collection[UpdateId]) -> None:
+        """Keep these alone."""
+        self._updates = {k: v for k, v in self._updates.items() if k in known}
+        self._plans = {k: v for k, v in self._plans.items() if k in planned}
+
+
+def fleet_view(core: FleetCore, now: float, shift: float, decided: Decided) -> operator_pb2.FleetView:
+    """Everything, less what happened. `now` is the core's monotonic time; `shift` as for `update_state`."""
+    plans = _latest_plans(core)
+    decided.forget(core.updates.keys(), {u.update_id for u in plans})
     core.date_conditions(now)
     regressed = next(iter(core.above.values()), None)
     return operator_pb2.FleetView(
@@ -99,10 +148,23 @@ def fleet_view(core: FleetCore, now: float, wall_now: float) -> operator_pb2.Fle
         state=fleet_state(core),
         engines=[_engine_view(core, r, shift) for r in _by_name(core.engines)],
         trainers=[_trainer_view(t, shift) for _, t in sorted(core.trainers.items())],
-        updates=[update_state(u) for u in _newest_first(core.updates.values())],
+        updates=[decided.update(u, shift) for u in _shown(core.updates.values())],
         checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
         ledger_regressed="" if regressed is None else str(regressed),
+        time=timestamp(now + shift),
+        awaited_engine_ids=sorted(core.awaited, key=natural_key),
+        plans=[operator_pb2.ModelPlan(model=u.model, update_id=u.update_id, plan=decided.plan(u)) for u in plans],
     )
+
+
+def _latest_plans(core: FleetCore) -> list[UpdateTransaction]:
+    """Each model's latest update that this coordinator planned, by model."""
+    latest: dict[ModelName, UpdateTransaction] = {}
+    for update in core.updates.values():
+        known = latest.get(update.model)
+        if update.plan.assignments and (known is None or known.version.number < update.version.number):
+            latest[update.model] = update
+    return [latest[name] for name in sorted(latest)]
 
 
 def preview(found: Preview, run_id: str) -> operator_pb2.PlanResponse:
@@ -163,8 +225,16 @@ def _newest_checkpoints(checkpoints: Mapping[int, CheckpointKept]) -> list[Check
     return [kept for _, kept in sorted(checkpoints.items(), reverse=True)]
 
 
-def _newest_first(updates: Iterable[UpdateTransaction]) -> list[UpdateTransaction]:
-    return sorted(updates, key=lambda u: -u.version.number)
+def _shown(updates: Iterable[UpdateTransaction]) -> list[UpdateTransaction]:
+    """Newest first: the newest, and those before as far as there is room."""
+    shown: list[UpdateTransaction] = []
+    room = MAX_OUTCOMES_SHOWN
+    for update in sorted(updates, key=lambda u: -u.version.number):
+        room -= len(update.outcomes)
+        if shown and room < 0:
+            break
+        shown.append(update)
+    return shown
 
 
 def _route(record: EngineRecord, *, kept: bool) -> fleet_pb2.Route:
@@ -180,7 +250,8 @@ def _route(record: EngineRecord, *, kept: bool) -> fleet_pb2.Route:
     return route
 
 
-def _outcome(outcome: Outcome) -> fleet_pb2.EngineOutcome:
+def _outcome(outcome: Outcome, times: Times, shift: float) -> fleet_pb2.EngineOutcome:
+    timings = times.installs.get(outcome.engine_id)
     return fleet_pb2.EngineOutcome(
         engine=engine_ref(outcome.engine_id, outcome.incarnation),
         required=outcome.required,
@@ -192,6 +263,11 @@ def _outcome(outcome: Outcome) -> fleet_pb2.EngineOutcome:
         changed_tensors=outcome.changed_tensors,
         tensor_count=outcome.tensor_count,
         verification=VERIFICATIONS[outcome.verification],
+        stage_times=[
+            fleet_pb2.StageTime(stage=STAGES[stage], time=timestamp(at + shift))
+            for stage, at in times.stages.get(outcome.engine_id, {}).items()
+        ],
+        timings=None if timings is None else timings_to_proto(timings),
     )
 
 
@@ -216,7 +292,16 @@ def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operato
         verification=VERIFICATIONS[verification(core, record.state)],
         kept=None if kept is None else version_to_proto(kept.version),
         capabilities=record.capabilities,
+        lag=_lag(core, record),
+        likeness=record.place.likeness,
+        host_id=record.place.host_id,
     )
+
+
+def _lag(core: FleetCore, record: EngineRecord) -> int | None:
+    """INV-8: of an engine that is not heard nobody knows it."""
+    applied = record.state.applied
+    return None if record.session is None or applied is None else core.model(record.state.model).commits.lag(applied)
 
 
 def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerView:

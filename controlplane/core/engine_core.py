@@ -521,7 +521,12 @@ class EngineCore:
         return effects
 
     def _requests_counted(self, event: RequestsCounted) -> list[Effect]:
-        self.state = replace(self.state, live_requests=event.live, waiting_requests=event.waiting)
+        self.state = replace(
+            self.state,
+            live_requests=event.live,
+            waiting_requests=event.waiting,
+            tokens_by_lag=event.tokens_by_lag,
+        )
         return []
 
     # ---- helpers ----

@@ -218,6 +218,8 @@ class Woke:
 class RequestsCounted:
     live: int
     waiting: int
+    tokens_by_lag: tuple[int, ...] = ()
+    """As in EngineState."""
 
 
 @dataclass(frozen=True, slots=True)

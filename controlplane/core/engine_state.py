@@ -193,6 +193,8 @@ class EngineState:
     """It serves the checkpoint that it loaded, as number 0, and takes no update (`initial = serve`)."""
     live_requests: int = 0
     waiting_requests: int = 0
+    tokens_by_lag: tuple[int, ...] = ()
+    """Tokens that this life made, by their version's lag in fleet commits; the last entry stands for more too."""
 
     @property
     def applied(self) -> WeightVersion | None:

@@ -125,7 +125,7 @@ def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:
     model = record.state.model
     for update in book.updates.values():  # of other models too: perhaps its earlier life served one
         if not update.phase.final:
-            update.note(record.state)
+            update.note(record.state, now)
     doubts = judge_all(book, model, now)  # before anything is decided by what was applied
     return [ViewChanged(), *doubts, *advance(book, model, now), *catch_up(book, model, now, [record])]
 

@@ -113,7 +113,7 @@ def _give(
     book.plan_revision += 1
     update = book.open_update(event.model)
     if update is not None and update.phase is Phase.PREPARING:
-        effects += finish(book, update, Phase.FAILED, f"fenced by term {model.term}")
+        effects += finish(book, update, Phase.FAILED, f"fenced by term {model.term}", now)
     book.revision += 1
     return [*effects, BroadcastState(), ViewChanged()]
 

@@ -159,6 +159,7 @@ def _outcomes(book: Book, plan: Plan) -> dict[EngineId, Outcome]:
 def _begin(book: Book, update: UpdateTransaction, now: float) -> list[Effect]:
     """Uses the number up: in the ledger before it is told."""
     book.next_number += 1
+    update.times.began = now
     book.keep(update)
     known = RequestKnown(
         update.request_id, update.update_id, update.model, update.version, update.layout_digest, age_seconds=0.0
@@ -189,7 +190,7 @@ def abort(book: Book, event: AbortRequested, now: float) -> list[Effect]:
         raise e.FrameOutOfOrder(expected="a decision from the engines' reports", got="abort after go")
     if update.phase.final:
         return []
-    return finish(book, update, Phase.FAILED, event.reason or "given up by the trainer")
+    return finish(book, update, Phase.FAILED, event.reason or "given up by the trainer", now)
 
 
 # ---- go, decide ---------------------------------------------------------------------------------
@@ -217,9 +218,10 @@ def advance(book: Book, model: ModelName, now: float) -> list[Effect]:
             effects += doubts
         elif phase is Phase.GO:
             update.phase, update.deadline = Phase.GO, now + _limit_after_go(book, update)
+            update.times.went_go = now
             effects += [Save(UpdateWentGo(update.update_id)), UpdateChanged(update.update_id), ViewChanged()]
         else:
-            effects += finish(book, update, phase, cause)
+            effects += finish(book, update, phase, cause, now)
     if update is not None and not effects:
         effects.append(UpdateChanged(update.update_id))
     return effects
@@ -258,10 +260,10 @@ def _roll(book: Book, update: UpdateTransaction) -> list[Effect]:
     return [Save(rolled), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
 
 
-def finish(book: Book, update: UpdateTransaction, phase: Phase, cause: str) -> list[Effect]:
+def finish(book: Book, update: UpdateTransaction, phase: Phase, cause: str, now: float) -> list[Effect]:
     """Decide: in the ledger before anyone is told (INV-9)."""
     model = book.model(update.model)
-    update.phase, update.cause = phase, cause
+    update.phase, update.cause, update.times.decided = phase, cause, now
     if update.committed:
         model.served = _served_after(book, update)
         if not update.rolled:

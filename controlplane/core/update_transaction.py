@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from controlplane.core.canary import Verification
-from controlplane.core.engine_state import EngineState, Held, HoldKind, Stage
+from controlplane.core.engine_state import EngineState, Held, HoldKind, Stage, Timings
 from controlplane.core.errors import CanaryDisagrees
 from controlplane.core.plan import Plan
 from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
@@ -137,6 +137,20 @@ class Tally:
             self.bad += by * outcome.bad
 
 
+@dataclass(slots=True)
+class Times:
+    """When an update moved, in monotonic seconds of this coordinator's life. For people: nothing is decided by it."""
+
+    began: float | None = None
+    """None: before this life."""
+    went_go: float | None = None
+    decided: float | None = None
+    stages: dict[EngineId, dict[Stage, float]] = field(default_factory=dict)
+    """When each engine's report of each stage came, in order."""
+    installs: dict[EngineId, Timings] = field(default_factory=dict)
+    """How long its install took, by the engine's own report."""
+
+
 @dataclass
 class UpdateTransaction:
     """One update, from begin to decision."""
@@ -166,6 +180,7 @@ class UpdateTransaction:
     content_digest: bytes = b""
     """As the first engine that applied it reported it."""
     outcomes: dict[EngineId, Outcome] = field(default_factory=dict)
+    times: Times = field(default_factory=Times)
     _tally: Tally = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,7 +200,7 @@ class UpdateTransaction:
     def required(self) -> list[Outcome]:
         return [o for o in self.outcomes.values() if o.required]
 
-    def note(self, state: EngineState) -> bool:
+    def note(self, state: EngineState, now: float) -> bool:
         """Take an engine's report. True if it changed an outcome."""
         old = self.outcomes.get(state.engine_id)
         if old is None:
@@ -195,9 +210,9 @@ class UpdateTransaction:
         if old.error_reason == CanaryDisagrees.reason:  # what it says of it from now on is that it heeded that
             return False
         left = self._drains(state) and self.leave(state.engine_id)
-        return self._take(self.outcomes[state.engine_id], state) or left
+        return self._take(self.outcomes[state.engine_id], state, now) or left
 
-    def _take(self, old: Outcome, state: EngineState) -> bool:
+    def _take(self, old: Outcome, state: EngineState, now: float) -> bool:
         progress = state.progress
         if progress is None or progress.update_id != self.update_id:  # another update came to it meanwhile
             return old.applied and self._put(self._applied(old, state))
@@ -210,6 +225,9 @@ class UpdateTransaction:
             changed_tensors=progress.changed_tensors,
             tensor_count=progress.tensor_count,
         )
+        if progress.timings is not None:
+            self.times.installs[state.engine_id] = progress.timings
+        self.times.stages.setdefault(state.engine_id, {}).setdefault(progress.stage, now)
         return self._put(self._applied(outcome, state) if progress.stage is Stage.APPLIED else outcome)
 
     def _drains(self, state: EngineState) -> bool:

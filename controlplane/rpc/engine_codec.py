@@ -62,6 +62,7 @@ def state_to_proto(state: EngineState, served: frozenset[WeightVersion]) -> engi
         word=state.word(served),
         residency=_RESIDENCIES[state.residency],
         frozen=state.frozen,
+        tokens_by_lag=state.tokens_by_lag,
     )
     _weights_to_proto(state.weights, message)
     if state.canary is not None:
@@ -89,6 +90,7 @@ def state_from_proto(message: engine_pb2.EngineStatus) -> EngineState:
         residency=_RESIDENCIES_BACK[message.residency],
         canary=_canary_from_proto(message.canary) if message.HasField("canary") else None,
         frozen=message.frozen,
+        tokens_by_lag=tuple(message.tokens_by_lag),
     )
 
 

@@ -1,27 +1,112 @@
-"""Metrics of this process, in Prometheus' form. Labels are bounded: methods and reasons, never versions or ids."""
+"""Metrics of this process, in Prometheus' form. Labels are bounded: methods, reasons, phases, parts; names of engines
+and trainers only of those that are there; never versions or ids of updates.
+
+Every name is documented in docs/metrics.md, which is made from what stands here and in the collectors beside it.
+"""
 
 from __future__ import annotations
 
-from prometheus_client import Counter, Gauge, start_http_server
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+
+from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from controlplane.rpc.ports import PortUnavailable
+from weightplane.v1 import weight_update_pb2
+
+SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Buckets: from a round trip on one host to the longest limits."""
+LOOP_SECONDS = 0.25
+"""How often a daemon looks whether its event loop keeps up."""
 
 REFUSALS = Counter("weightplane_refusals", "Calls that ended with a typed error.", ["method", "reason"])
 INTERNAL_ERRORS = Counter(
     "weightplane_internal_errors", "Calls that ended with an error nobody planned for.", ["method"]
 )
-APPLIED_NUMBER = Gauge(
-    "weightplane_engine_applied_number", "Number of the version that an engine holds; -1 is unset.", ["engine"]
+LOOP_LAG = Histogram(
+    "weightplane_event_loop_lag_seconds",
+    "How much later than asked the daemon's event loop woke a sleeper.",
+    buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
-SERVED_NUMBER = Gauge(
-    "weightplane_model_served_number", "Highest number that the fleet serves of a model; -1 is none.", ["model"]
+UPDATES = Counter("weightplane_updates", "Updates that the coordinator decided.", ["model", "phase"])
+UPDATE_PHASE_SECONDS = Histogram(
+    "weightplane_update_phase_seconds",
+    "How long an update was preparing (from begin to go), and going (from go to the decision).",
+    ["model", "phase"],
+    buckets=SECONDS,
+)
+RECEIVED_BYTES = Counter(
+    "weightplane_received_bytes", "Bytes of weights that came to this engine and were checked.", ["transport"]
+)
+INSTALLS = Counter(
+    "weightplane_installs", "Installs on this engine: applied, or the reason that they ended with.", ["outcome"]
+)
+PAUSE_SECONDS = Histogram(
+    "weightplane_pause_seconds",
+    "How long an install took, by part: all but `wait` is time in which nothing was generated.",
+    ["part"],
+    buckets=SECONDS,
+)
+PAUSE_PARTS = ("wait", "quiesce", "install", "caches", "canary")
+TOKENS = Counter(
+    "weightplane_tokens",
+    "Tokens that this engine made, by how many fleet commits their version was behind then; 8 stands for more too.",
+    ["lag"],
+)
+SENT_BYTES = Counter("weightplane_sent_bytes", "Bytes of weights that this trainer's ranks sent.", ["transport"])
+PUSHES = Counter("weightplane_pushes", "Attempts to push: committed, degraded, or the reason of the end.", ["outcome"])
+PUSH_SECONDS = Histogram(
+    "weightplane_push_seconds", "How long an attempt to push took, from begin to its end.", buckets=SECONDS
 )
 
 
-def serve_metrics(listen: str) -> None:
-    """Answer GET /metrics at host:port, in a thread of its own. Does nothing if `listen` is empty.
+def transport_label(transport: weight_update_pb2.Transport.ValueType) -> str:
+    """As transports are called everywhere."""
+    return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+
+
+def serve_metrics(listen: str, *collectors: Collector) -> Callable[[], None]:
+    """Answer GET /metrics at host:port with this process' metrics and those of `collectors`, in a thread of its own.
+    Does nothing if `listen` is empty. What is returned ends it.
 
     Raises:
-        OSError: the address cannot be bound.
+        PortUnavailable: with the address.
     """
-    if listen:
-        host, _, port = listen.rpartition(":")
-        start_http_server(int(port), addr=host.strip("[]"))
+    if not listen:
+        return lambda: None
+    registry = CollectorRegistry()
+    for collector in (_OfProcess(), *collectors):
+        registry.register(collector)
+    host, _, port = listen.rpartition(":")
+    try:
+        server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
+    except OSError as error:
+        raise PortUnavailable(f"cannot serve metrics on {listen}: {error.strerror or error}") from error
+
+    def stop() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return stop
+
+
+class _OfProcess(Collector):
+    """What the whole process counts, whichever of its parts did."""
+
+    def collect(self) -> Iterable[Metric]:
+        return REGISTRY.collect()
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+
+async def watch_loop() -> None:
+    """Measure how late this event loop wakes a sleeper, for ever."""
+    while True:
+        asked = time.monotonic() + LOOP_SECONDS
+        await asyncio.sleep(LOOP_SECONDS)
+        LOOP_LAG.observe(max(0.0, time.monotonic() - asked))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
 from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
+from controlplane.rpc.ports import PortUnavailable as PortUnavailable
 from controlplane.rpc.validation import validate
 
 log = structlog.get_logger(__name__)
@@ -32,10 +33,6 @@ log = structlog.get_logger(__name__)
 MAX_CONCURRENT_RPCS = 4096
 """Streams and calls at once; each agent keeps one or two open, each running sample one."""
 STOP_GRACE_SECONDS = 2.0
-
-
-class PortUnavailable(OSError):
-    """The address could not be bound: somebody listens there, or it is not of this host."""
 
 
 @dataclass
@@ -47,10 +44,11 @@ class RunningServer:
     address: str
     services: tuple[str, ...]
 
-    async def set_serving(self, serving: bool) -> None:
-        """Readiness, for the whole and for each service."""
-        state = health_pb2.HealthCheckResponse.SERVING if serving else health_pb2.HealthCheckResponse.NOT_SERVING
+    async def set_serving(self, serving: bool, *, besides: Collection[str] = ()) -> None:
+        """Readiness, for the whole and for each service. `besides`: services that answer whatever the whole does."""
         for name in ("", *self.services):
+            good = serving or name in besides
+            state = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
             await self.health.set(name, state)
 
     async def stop(self) -> None:

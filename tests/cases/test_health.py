@@ -37,9 +37,9 @@ async def fleet(tmp_path: Path) -> AsyncIterator[CaseFleet]:
         yield running
 
 
-async def health(fleet: CaseFleet, endpoint: str) -> int:
+async def health(fleet: CaseFleet, endpoint: str, service: str = "") -> int:
     stub: Any = health_pb2_grpc.HealthStub(fleet.channel(endpoint))
-    response = await stub.Check(health_pb2.HealthCheckRequest(), timeout=AT_ONCE)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=AT_ONCE)
     return int(response.status)
 
 
@@ -62,6 +62,8 @@ async def test_L1_a_replacement_is_not_ready_and_takes_no_traffic_before_it_has_
     after = await fleet.wait_for_a_life_after(before.status.engine.incarnation)
     assert (after.status.word, after.routable, number_of(after.status)) == ("empty", False, None)
     assert await health(fleet, after.endpoint) == NOT_SERVING
+    assert await health(fleet, after.endpoint, "weightplane.v1.Rollout") == NOT_SERVING
+    assert await health(fleet, after.endpoint, "weightplane.v1.WeightUpdate") == SERVING, "it waits for weights"
     with refusals("ENGINE_NOT_READY", "VERSION_UNAVAILABLE"):
         await fleet.generate("e0", 1, wait=0.1)
     await fleet.push(Weights())

@@ -22,6 +22,11 @@ COMMANDS = [
     "up",
     "demo",
     "status",
+    "watch",
+    "updates",
+    "why",
+    "verify",
+    "doctor",
     "engines",
     "engines hold",
     "engines release",
@@ -67,6 +72,13 @@ def test_help_takes_little_time_and_imports_nothing_heavy() -> None:
     loaded = set(ended.stdout.splitlines()[-1].split(","))
     assert not loaded & {"torch", "vllm", "megatron", "transformers", "numpy", "grpc", "google"}
     assert (after.ru_utime + after.ru_stime) - (before.ru_utime + before.ru_stime) < HELP_CPU_SECONDS
+
+
+def test_a_shell_completes_commands() -> None:
+    asked = {"_WEIGHTPLANE_COMPLETE": "complete_bash", "COMP_WORDS": "weightplane w", "COMP_CWORD": "1"}
+    command = [sys.executable, "-m", "controlplane.cli.main"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ | asked, check=True)
+    assert ended.stdout.split() == ["watch", "why"]
 
 
 def test_the_version_is_the_distributions() -> None:

@@ -10,7 +10,7 @@ Refuses ranks of several lives at once: a set that lost a rank is over, and the 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from controlplane.core.errors import (
     WeightplaneError,
 )
 from controlplane.rpc.channels import open_channel
+from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.server import RunningServer
 from trainer_agent import segments
 from trainer_agent.agent.avoided import Avoided
@@ -32,6 +33,7 @@ from trainer_agent.agent.checkpoints import FINISH_SECONDS, CheckpointKeeper
 from trainer_agent.agent.device_calls import DeviceCalls
 from trainer_agent.agent.lastlife import LastLife
 from trainer_agent.agent.lifecycle_service import TrainerLifecycle, serve
+from trainer_agent.agent.metrics import TrainerMetrics
 from trainer_agent.agent.output import RankOutput
 from trainer_agent.agent.push import PushContext
 from trainer_agent.agent.pusher import Pusher
@@ -65,6 +67,7 @@ class TrainerAgent:
         self._settings = settings
         self._lifecycle = TrainerLifecycle(settings, self, stop, output)
         self._serving: RunningServer | None = None
+        self._end_metrics: Callable[[], None] = lambda: None
         self._server = RankServer(socket_path, self)
         self._stubs = Stubs(settings.coordinator, open_channel)
         self._life = LastLife(settings.state_dir)
@@ -88,6 +91,8 @@ class TrainerAgent:
     async def start(self) -> None:
         """Sweep what dead ranks left, and listen. Raises PortUnavailable."""
         segments.sweep()
+        self._end_metrics = serve_metrics(self._settings.metrics_listen, TrainerMetrics(self))
+        self._spawn(watch_loop())
         self._serving = await serve(self._lifecycle, self._settings.listen)
         await self._server.start()
         if self._settings.address_file is not None:
@@ -107,6 +112,7 @@ class TrainerAgent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._stubs.close()
+        self._end_metrics()
         if self._serving is not None:
             await self._serving.stop()
         segments.sweep()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
+from structlog.contextvars import bind_contextvars, bound_contextvars
 
 from controlplane.core.errors import (
     LinkFailed,
@@ -24,6 +25,7 @@ from controlplane.core.errors import (
 )
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
+from controlplane.rpc.metrics import PUSH_SECONDS, PUSHES
 from trainer_agent.agent import outcome, stuck
 from trainer_agent.agent.announced import Announced, Release
 from trainer_agent.agent.avoided import Avoided
@@ -169,8 +171,18 @@ class Push:
     async def run(self) -> rank_pb2.PushResult:
         """The whole attempt. What went wrong is in the result, not raised."""
         self._started = _now()
+        with bound_contextvars():
+            result = await self._attempt()
+        phase = fleet_pb2.UpdatePhase.Name(result.state.phase).removeprefix("UPDATE_PHASE_").lower()
+        PUSHES.labels(result.error_reason or phase).inc()
+        PUSH_SECONDS.observe(_now() - self._started)
+        return result
+
+    async def _attempt(self) -> rank_pb2.PushResult:
         try:
             begun = await self._begin()
+            bind_contextvars(update_id=begun.update_id)
+            log.info("push_began", step=self.step, version=begun.version.number, engines=len(begun.plan.assignments))
             return await self._carry(begun)
         except WeightplaneError as error:
             self.fail(error)

@@ -211,7 +211,13 @@ class Pusher:
                 self._ranks.members[rank].send(rank_pb2.RankResponse(push_result=result))
         self._begun.clear()
         self._stop_waiting()
-        log.info("push_ended", reason=result.error_reason or "NONE", retry=result.retry, cause=result.error_message)
+        log.info(
+            "push_ended",
+            update_id=result.state.update_id,
+            reason=result.error_reason or "NONE",
+            retry=result.retry,
+            cause=result.error_message,
+        )
 
     def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:
         """An error of ours is known to everybody, but a peer's going away is better told by its own end; any other

@@ -46,6 +46,8 @@ class TrainerSettings:
     """Take the lease over whoever holds it; the holder is fenced."""
     listen: str = "127.0.0.1:0"
     """Address to serve Lifecycle on: status, stop, the ranks' last output. Port 0 takes any free one."""
+    metrics_listen: str = ""
+    """Address that answers GET /metrics; empty: none does."""
     address_file: Path | None = None
     """Where the bound address is written, once it serves."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES

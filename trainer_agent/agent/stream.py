@@ -24,6 +24,7 @@ from controlplane.core.errors import (
     WeightplaneError,
 )
 from controlplane.rpc.errors import RemoteError
+from controlplane.rpc.metrics import SENT_BYTES, transport_label
 from trainer_agent.agent.answers import (
     ABORT_SECONDS,
     MAX_HEARD,
@@ -278,6 +279,7 @@ class EngineStream:
     async def _send_chunks(self, out: Outgoing) -> None:
         """Flow control is gRPC's: a write waits until the agent reads."""
         self._sent = self.sent_bytes = 0
+        sent = SENT_BYTES.labels(transport_label(self._assignment.transport))
         index = 0
         while (chunk := await self._chunks.chunk(index)) is not None:
             for records, buffers in self.way.cut(chunk):
@@ -291,7 +293,9 @@ class EngineStream:
                 self._handed = self.way.hands_out
                 await out.write(Request(chunk=frame))
                 self._sent += 1
-                self.sent_bytes += sum(r.byte_count for r in records)
+                size = sum(r.byte_count for r in records)
+                self.sent_bytes += size
+                sent.inc(size)
                 failpoints.hit("trainer.between_chunks", self._sent)
             self._chunks.mark_read(index)
             index += 1

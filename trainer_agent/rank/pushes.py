@@ -10,6 +10,7 @@ from contextlib import suppress
 from weakref import WeakValueDictionary
 
 import structlog
+from structlog.contextvars import bound_contextvars
 
 from controlplane.core.canary import CanaryReference
 from controlplane.core.errors import LinkFailed, PeerLost, WeightplaneError
@@ -129,7 +130,8 @@ class Pushes:
         """Export; whatever happens, the ranks that can do so end their iteration, so that none is left waiting."""
         tensors = iter(self._source)
         try:
-            feed.run(plan, self._layout, tensors)
+            with bound_contextvars(update_id=plan.update_id):
+                feed.run(plan, self._layout, tensors)
         except PushEnded as ended:
             if _whole(ended.result):
                 drain(tensors)

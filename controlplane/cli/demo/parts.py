@@ -39,6 +39,8 @@ async def start_coordinator(crew: Crew, places: Places, settings: DemoSettings, 
         "run_id": run_id,
         "state_dir": str(places.state / "coordinator"),
         "address_file": str(places.address),
+        "web_listen": "127.0.0.1:0",
+        "web_address_file": str(places.page),
     }
     return await _start(crew, places, "coordinator", "coordinator", config)
 

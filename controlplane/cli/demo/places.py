@@ -53,6 +53,11 @@ class Places:
         """The coordinator's address, once it serves."""
         return self.work / "coordinator.address"
 
+    @property
+    def page(self) -> Path:
+        """The address of its page; it is there before the coordinator's is."""
+        return self.work / "page.address"
+
 
 @contextmanager
 def places(keep: Path | None, mark: str) -> Iterator[Places]:

@@ -119,6 +119,7 @@ async def _main_job(
 ) -> tuple[operator_pb2.FleetView, dict[str, verify.Comparison] | None]:
     address = await _start_coordinator(settings, where, crew, run_id)
     screen.say(f"the coordinator serves at {address}: try `weightplane status --coordinator {address}`")
+    screen.say(f"the same in a browser, live: {where.page.read_text()}")
     watch = FleetWatch(address, screen.fleet)
     async with _beside(watch.run()):
         screen.say(f"starting {parts.ENGINES} vLLM engines")

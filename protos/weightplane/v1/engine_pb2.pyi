@@ -445,6 +445,7 @@ class EngineStatus(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     CONDITIONS_FIELD_NUMBER: _builtins.int
     CANARY_FIELD_NUMBER: _builtins.int
+    TOKENS_BY_LAG_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """Its run."""
     model: _builtins.str
@@ -499,6 +500,12 @@ class EngineStatus(_message.Message):
     def canary(self) -> _weight_update_pb2.Canary:
         """What it said of `applied` once that was installed."""
 
+    @_builtins.property
+    def tokens_by_lag(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens that this life made, by how many fleet commits their version was behind the newest one that the agent knew of
+        then: entry i those of lag i, the last entry those of more too. Empty: none yet, or it does not count.
+        """
+
     def __init__(
         self,
         *,
@@ -521,10 +528,11 @@ class EngineStatus(_message.Message):
         refused: Global___Refusal | None = ...,
         conditions: _abc.Iterable[Global___Condition] | None = ...,
         canary: _weight_update_pb2.Canary | None = ...,
+        tokens_by_lag: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "canary", b"canary", "engine", b"engine", "refused", b"refused", "update", b"update"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "canary", b"canary", "conditions", b"conditions", "content_digest", b"content_digest", "engine", b"engine", "frozen", b"frozen", "gate_open", b"gate_open", "holds", b"holds", "life", b"life", "live_requests", b"live_requests", "model", b"model", "poison_cause", b"poison_cause", "refused", b"refused", "residency", b"residency", "run_id", b"run_id", "update", b"update", "waiting_requests", b"waiting_requests", "weights", b"weights", "word", b"word"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied", b"applied", "canary", b"canary", "conditions", b"conditions", "content_digest", b"content_digest", "engine", b"engine", "frozen", b"frozen", "gate_open", b"gate_open", "holds", b"holds", "life", b"life", "live_requests", b"live_requests", "model", b"model", "poison_cause", b"poison_cause", "refused", b"refused", "residency", b"residency", "run_id", b"run_id", "tokens_by_lag", b"tokens_by_lag", "update", b"update", "waiting_requests", b"waiting_requests", "weights", b"weights", "word", b"word"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

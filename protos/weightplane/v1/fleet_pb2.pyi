@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from weightplane.v1 import engine_pb2 as _engine_pb2
@@ -943,6 +944,11 @@ class UpdateState(_message.Message):
     ENGINES_FIELD_NUMBER: _builtins.int
     RESTORES_FIELD_NUMBER: _builtins.int
     CONTENT_DIGEST_FIELD_NUMBER: _builtins.int
+    BEGIN_TIME_FIELD_NUMBER: _builtins.int
+    GO_TIME_FIELD_NUMBER: _builtins.int
+    DECIDE_TIME_FIELD_NUMBER: _builtins.int
+    DEADLINE_TIME_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """Its id."""
     model: _builtins.str
@@ -955,6 +961,8 @@ class UpdateState(_message.Message):
     """Why it failed."""
     content_digest: _builtins.bytes
     """What the version is, as engines reported it; empty until one applied it."""
+    byte_count: _builtins.int
+    """Bytes of all tensors together, as its writer said."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """Its version."""
@@ -966,6 +974,22 @@ class UpdateState(_message.Message):
     @_builtins.property
     def restores(self) -> _version_pb2.WeightVersion:
         """Of a rollback: the version whose weights it brings back."""
+
+    @_builtins.property
+    def begin_time(self) -> _timestamp_pb2.Timestamp:
+        """When it began. Set by the coordinator; absent if that was before its present life."""
+
+    @_builtins.property
+    def go_time(self) -> _timestamp_pb2.Timestamp:
+        """When it went; as `begin_time`, and absent before."""
+
+    @_builtins.property
+    def decide_time(self) -> _timestamp_pb2.Timestamp:
+        """When it was decided; as `begin_time`, and absent before."""
+
+    @_builtins.property
+    def deadline_time(self) -> _timestamp_pb2.Timestamp:
+        """Until when it must go, and after GO be decided. Absent once it is."""
 
     def __init__(
         self,
@@ -979,10 +1003,15 @@ class UpdateState(_message.Message):
         engines: _abc.Iterable[Global___EngineOutcome] | None = ...,
         restores: _version_pb2.WeightVersion | None = ...,
         content_digest: _builtins.bytes = ...,
+        begin_time: _timestamp_pb2.Timestamp | None = ...,
+        go_time: _timestamp_pb2.Timestamp | None = ...,
+        decide_time: _timestamp_pb2.Timestamp | None = ...,
+        deadline_time: _timestamp_pb2.Timestamp | None = ...,
+        byte_count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "restores", b"restores", "step", b"step", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "begin_time", b"begin_time", "deadline_time", b"deadline_time", "decide_time", b"decide_time", "go_time", b"go_time", "restores", b"restores", "step", b"step", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "cause", b"cause", "content_digest", b"content_digest", "engines", b"engines", "model", b"model", "phase", b"phase", "restores", b"restores", "step", b"step", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "begin_time", b"begin_time", "byte_count", b"byte_count", "cause", b"cause", "content_digest", b"content_digest", "deadline_time", b"deadline_time", "decide_time", b"decide_time", "engines", b"engines", "go_time", b"go_time", "model", b"model", "phase", b"phase", "restores", b"restores", "step", b"step", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
@@ -1006,6 +1035,8 @@ class EngineOutcome(_message.Message):
     CHANGED_TENSORS_FIELD_NUMBER: _builtins.int
     TENSOR_COUNT_FIELD_NUMBER: _builtins.int
     VERIFICATION_FIELD_NUMBER: _builtins.int
+    STAGE_TIMES_FIELD_NUMBER: _builtins.int
+    TIMINGS_FIELD_NUMBER: _builtins.int
     required: _builtins.bool
     """Whether the commit waited for it."""
     stage: _engine_pb2.UpdateStage.ValueType
@@ -1030,6 +1061,16 @@ class EngineOutcome(_message.Message):
     def engine(self) -> _version_pb2.EngineRef:
         """The engine."""
 
+    @_builtins.property
+    def stage_times(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageTime]:
+        """When the coordinator heard of each stage, in the order in which the engine went through them. Of its present life
+        alone; a stage that passed between two reports is not among them.
+        """
+
+    @_builtins.property
+    def timings(self) -> _weight_update_pb2.InstallTimings:
+        """Once applied: how long the install took, by part."""
+
     def __init__(
         self,
         *,
@@ -1043,16 +1084,46 @@ class EngineOutcome(_message.Message):
         changed_tensors: _builtins.int | None = ...,
         tensor_count: _builtins.int = ...,
         verification: _engine_pb2.Verification.ValueType = ...,
+        stage_times: _abc.Iterable[Global___StageTime] | None = ...,
+        timings: _weight_update_pb2.InstallTimings | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "changed_tensors", b"changed_tensors", "engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "changed_tensors", b"changed_tensors", "engine", b"engine", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "awaited", b"awaited", "changed_tensors", b"changed_tensors", "engine", b"engine", "error_message", b"error_message", "error_reason", b"error_reason", "lost", b"lost", "required", b"required", "stage", b"stage", "tensor_count", b"tensor_count", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors", "awaited", b"awaited", "changed_tensors", b"changed_tensors", "engine", b"engine", "error_message", b"error_message", "error_reason", b"error_reason", "lost", b"lost", "required", b"required", "stage", b"stage", "stage_times", b"stage_times", "tensor_count", b"tensor_count", "timings", b"timings", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__changed_tensors: _TypeAlias = _typing.Literal["changed_tensors"]  # noqa: Y015
     _WhichOneofArgType__changed_tensors: _TypeAlias = _typing.Literal["_changed_tensors", b"_changed_tensors"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__changed_tensors) -> _WhichOneofReturnType__changed_tensors | None: ...
 
 Global___EngineOutcome: _TypeAlias = EngineOutcome  # noqa: Y015
+
+@_typing.final
+class StageTime(_message.Message):
+    """When an engine came to a stage of an update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STAGE_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    stage: _engine_pb2.UpdateStage.ValueType
+    """Which."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When the coordinator heard of it."""
+
+    def __init__(
+        self,
+        *,
+        stage: _engine_pb2.UpdateStage.ValueType = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["stage", b"stage", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageTime: _TypeAlias = StageTime  # noqa: Y015
 
 @_typing.final
 class Checkpoint(_message.Message):

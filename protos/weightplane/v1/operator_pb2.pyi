@@ -641,6 +641,10 @@ class FleetView(_message.Message):
     UPDATES_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
     LEDGER_REGRESSED_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    PLANS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    AWAITED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     coordinator_term: _builtins.int
@@ -663,11 +667,29 @@ class FleetView(_message.Message):
 
     @_builtins.property
     def updates(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.UpdateState]:
-        """Recent updates, newest first."""
+        """Recent updates, newest first: the newest, and those before it up to 4096 outcomes of all together."""
 
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.Checkpoint]:
         """What the coordinator can bring by itself, newest first."""
+
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """The coordinator's clock when it said all this: what ages are counted from."""
+
+    @_builtins.property
+    def plans(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModelPlan]:
+        """The plan of each model's latest update that had one, by model."""
+
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___FleetEvent]:
+        """What happened lately, newest first; of the coordinator's present life. Changes that came closer together than a view
+        is made may be one event.
+        """
+
+    @_builtins.property
+    def awaited_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that the ledger knows and that have not reported since the coordinator's start; while `recovering`."""
 
     def __init__(
         self,
@@ -681,14 +703,94 @@ class FleetView(_message.Message):
         updates: _abc.Iterable[_fleet_pb2.UpdateState] | None = ...,
         checkpoints: _abc.Iterable[_fleet_pb2.Checkpoint] | None = ...,
         ledger_regressed: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        plans: _abc.Iterable[Global___ModelPlan] | None = ...,
+        events: _abc.Iterable[Global___FleetEvent] | None = ...,
+        awaited_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "ledger_regressed", b"ledger_regressed", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_engine_ids", b"awaited_engine_ids", "checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "events", b"events", "ledger_regressed", b"ledger_regressed", "plans", b"plans", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "time", b"time", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetView: _TypeAlias = FleetView  # noqa: Y015
+
+@_typing.final
+class ModelPlan(_message.Message):
+    """Who sent what to whom in a model's latest update."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    PLAN_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model."""
+    update_id: _builtins.str
+    """The update that it was made for."""
+    @_builtins.property
+    def plan(self) -> _fleet_pb2.Plan:
+        """The plan."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        update_id: _builtins.str = ...,
+        plan: _fleet_pb2.Plan | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["plan", b"plan"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "plan", b"plan", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelPlan: _TypeAlias = ModelPlan  # noqa: Y015
+
+@_typing.final
+class FleetEvent(_message.Message):
+    """Something that happened to the fleet, for people."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIME_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    SUBJECT_FIELD_NUMBER: _builtins.int
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ALARMING_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """What, in one constant word such as engine_state or update_decided."""
+    subject: _builtins.str
+    """To whom: the name of an engine, a trainer or a model."""
+    update_id: _builtins.str
+    """The update that it belongs to, if to any."""
+    text: _builtins.str
+    """What happened, in a sentence."""
+    alarming: _builtins.bool
+    """Whether somebody should look."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp:
+        """When the coordinator saw it."""
+
+    def __init__(
+        self,
+        *,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        name: _builtins.str = ...,
+        subject: _builtins.str = ...,
+        update_id: _builtins.str = ...,
+        text: _builtins.str = ...,
+        alarming: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["alarming", b"alarming", "name", b"name", "subject", b"subject", "text", b"text", "time", b"time", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FleetEvent: _TypeAlias = FleetEvent  # noqa: Y015
 
 @_typing.final
 class EngineView(_message.Message):
@@ -710,6 +812,9 @@ class EngineView(_message.Message):
     VERIFICATION_FIELD_NUMBER: _builtins.int
     KEPT_FIELD_NUMBER: _builtins.int
     CAPABILITIES_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    LIKENESS_FIELD_NUMBER: _builtins.int
+    HOST_ID_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
@@ -724,6 +829,14 @@ class EngineView(_message.Message):
     """Brought up to date from a checkpoint now: the update's id."""
     verification: _engine_pb2.Verification.ValueType
     """By what its weights were found to be right, where it was brought any."""
+    lag: _builtins.int
+    """Fleet commits between what it holds and the newest one. Absent: it is UNKNOWN, or holds nothing."""
+    likeness: _builtins.str
+    """All that may change its answers beside the weights, as it said: its software, device, dtype. Engines of one likeness
+    say the same of the same bytes.
+    """
+    host_id: _builtins.str
+    """Host that it runs on; equal ids share /dev/shm."""
     @_builtins.property
     def status(self) -> _engine_pb2.EngineStatus:
         """Its last report. `known` tells whether that is still current."""
@@ -769,12 +882,17 @@ class EngineView(_message.Message):
         verification: _engine_pb2.Verification.ValueType = ...,
         kept: _version_pb2.WeightVersion | None = ...,
         capabilities: _abc.Iterable[_builtins.str] | None = ...,
+        lag: _builtins.int | None = ...,
+        likeness: _builtins.str = ...,
+        host_id: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["desired", b"desired", "kept", b"kept", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "desired", b"desired", "kept", b"kept", "lag", b"lag", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "kept", b"kept", "known", b"known", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "capabilities", b"capabilities", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "kept", b"kept", "known", b"known", "lag", b"lag", "likeness", b"likeness", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__lag: _TypeAlias = _typing.Literal["lag"]  # noqa: Y015
+    _WhichOneofArgType__lag: _TypeAlias = _typing.Literal["_lag", b"_lag"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__lag) -> _WhichOneofReturnType__lag | None: ...
 
 Global___EngineView: _TypeAlias = EngineView  # noqa: Y015
 
