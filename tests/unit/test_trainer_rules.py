@@ -81,7 +81,7 @@ def test_a_set_is_complete_with_every_rank_and_the_layout() -> None:
 
 def test_a_hello_says_how_much_will_be_sent_from_declared_shapes() -> None:
     assert load_of(MODEL, 512) == fleet_pb2.Load(
-        tensor_count=6, byte_count=8 + 3 * 400 + 4, chunk_bytes=512, largest_module_bytes=800
+        tensor_count=6, byte_count=8 + 3 * 400 + 4, chunk_bytes=512, largest_module_bytes=800, format="plain"
     )
     padding = plan_segment(MODEL, 512).byte_count - load_of(MODEL, 512).byte_count
     assert 0 <= padding < ALIGNMENT_BYTES * len(MODEL.tensors), "a rank's segment holds no more than it said"
