@@ -86,7 +86,9 @@ def test_a_hello_says_how_much_will_be_sent_from_declared_shapes() -> None:
     padding = plan_segment(MODEL, 512).byte_count - load_of(MODEL, 512).byte_count
     assert 0 <= padding < ALIGNMENT_BYTES * len(MODEL.tensors), "a rank's segment holds no more than it said"
     hello = complete_set(connection(0), connection(1)).hello("run", "trainer", 512)
-    assert hello.load == fleet_pb2.Load(tensor_count=1, byte_count=8, chunk_bytes=512, largest_module_bytes=8)
+    assert hello.load == fleet_pb2.Load(
+        tensor_count=1, byte_count=8, chunk_bytes=512, largest_module_bytes=8, format="plain"
+    )
     assert weight_update_pb2.TRANSPORT_SHARED_MEMORY in hello.transports
     assert weight_update_pb2.TRANSPORT_INLINE in hello.transports
 
