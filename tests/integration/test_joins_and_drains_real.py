@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import sys
 import time
 from collections import Counter
@@ -54,7 +55,8 @@ class Engine:
             f'state_dir = "{fleet.directory / "engines"}"\ncheckpoint_root = "{fleet.directory / "checkpoints"}"\n'
             f"[vllm]\n{vllm}"
         )
-        words = [sys.executable, "-m", "controlplane.cli.main", "engine", "--config", str(file)]
+        command = ["-m", "controlplane.cli.main", "engine", "--die-with-parent", str(os.getpid())]
+        words = [sys.executable, *command, "--config", str(file)]
         with (fleet.directory / f"{name}.log").open("ab") as log:
             return cls(await asyncio.create_subprocess_exec(*words, stdout=log, stderr=log))
 

@@ -151,6 +151,7 @@ async def test_what_sleeps_for_a_person_is_woken_by_the_command_alone(tmp_path: 
         await rig.runs()
 
 
+@pytest.mark.slow
 async def test_the_command_wakes_what_a_live_trainer_has_only_if_told_so_twice(tmp_path: Path) -> None:
     async with shared(tmp_path) as rig:
         await asyncio.to_thread(rig.rank.rank.take_devices)

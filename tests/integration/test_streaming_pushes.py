@@ -38,7 +38,9 @@ async def test_a_streaming_and_a_staged_engine_come_to_the_same_weights(tmp_path
     ):
         start_engine(fleet, "e1", apply="streaming")
         await fleet.wait_for_engines(2)
-        ranks = await trainer.start_ranks(Script(steps=3))
+        ranks = await trainer.start_ranks(
+            Script(steps=3, pause_before_step=0.5)
+        )  # for its gates to open: none is optional
         assert [await r.code() for r in ranks] == [0, 0]
         heard = [(p["version"], p["status"], p["outcomes"]) for p in ranks[0].said("pushed")]
         assert heard == [(n, "COMMITTED", {"e0": "APPLIED", "e1": "APPLIED"}) for n in (1, 2, 3)]

@@ -81,12 +81,14 @@ def test_a_set_is_complete_with_every_rank_and_the_layout() -> None:
 
 def test_a_hello_says_how_much_will_be_sent_from_declared_shapes() -> None:
     assert load_of(MODEL, 512) == fleet_pb2.Load(
-        tensor_count=6, byte_count=8 + 3 * 400 + 4, chunk_bytes=512, largest_module_bytes=800
+        tensor_count=6, byte_count=8 + 3 * 400 + 4, chunk_bytes=512, largest_module_bytes=800, format="plain"
     )
     padding = plan_segment(MODEL, 512).byte_count - load_of(MODEL, 512).byte_count
     assert 0 <= padding < ALIGNMENT_BYTES * len(MODEL.tensors), "a rank's segment holds no more than it said"
     hello = complete_set(connection(0), connection(1)).hello("run", "trainer", 512)
-    assert hello.load == fleet_pb2.Load(tensor_count=1, byte_count=8, chunk_bytes=512, largest_module_bytes=8)
+    assert hello.load == fleet_pb2.Load(
+        tensor_count=1, byte_count=8, chunk_bytes=512, largest_module_bytes=8, format="plain"
+    )
     assert weight_update_pb2.TRANSPORT_SHARED_MEMORY in hello.transports
     assert weight_update_pb2.TRANSPORT_INLINE in hello.transports
 
