@@ -1,7 +1,7 @@
 """GRPO whose rollouts overlap its training, and are never further behind the learner than a lag allows.
 
     python -m examples.run async_grpo                    # on this machine, a tiny model
-    python -m examples.run async_grpo --model smollm2    # about 6 minutes on two cores
+    python -m examples.run async_grpo --model smollm2    # 9 minutes on two busy cores
 
 While the ranks train on one batch, the engines make the next one with the version before. `push_async` returns when the
 weights were read, and training goes on while engines install. What each token was made by is known, so the lag is

@@ -16,7 +16,7 @@ from tests.support.ports import free_port
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SECONDS = 400
-"""About 60 on two idle cores, most of which engines take to start."""
+"""Up to 200 were seen on two busy cores, half of which engines take to start."""
 MARK_VARIABLE = "WEIGHTPLANE_TEST_MARK"
 
 
