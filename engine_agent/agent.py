@@ -18,6 +18,7 @@ from typing import Any, Literal
 import grpc
 import structlog
 
+from controlplane.config import ConfigError
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, HoldKind
 from controlplane.core.errors import EngineDied, LedgerError, WeightplaneError
@@ -26,6 +27,7 @@ from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
+from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, check_listen
 from controlplane.rpc.server import PortUnavailable, RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
@@ -111,7 +113,13 @@ class EngineSettings:
     unit_size: int = 0
     """How many engines its unit has."""
 
+    tls: TlsSettings = PLAIN
+    """How it proves who it is, and who may call it: see docs/security.md."""
+    insecure: bool = False
+    """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
+
     def __post_init__(self) -> None:
+        check_listen(self.listen, self.tls, self.insecure)
         if self.pause.problem_at_an_install:
             raise ValueError(f"pause: {self.pause.problem_at_an_install}")
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
@@ -132,10 +140,14 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     try:
         holder.life = _new_life(settings, memory, members)
-        server = await start_server(settings.listen, _services(holder, settings, stop, members))
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        server = await start_server(settings.listen, _services(holder, settings, stop, members), security)
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        return ExitCode.CONFIG
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
@@ -225,7 +237,8 @@ class _Agent:
             log.info("engine_ready", endpoint=self._endpoint, incarnation=life.core.state.incarnation)
             self._ready_at = time.monotonic()
             self._supervisor.ready(f"engine {life.core.state.engine_id}, life {life.number}, at {self._endpoint}")
-            session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
+            member, tls = _membership(self._settings), self._settings.tls
+            session = Session(life, self._settings.coordinator, self._endpoint, member, tls)
             running = asyncio.create_task(session.run())
             readiness = asyncio.create_task(self._follow_readiness(life))
             try:

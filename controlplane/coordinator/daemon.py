@@ -10,13 +10,14 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
 import structlog
 
+from controlplane.config import ConfigError
 from controlplane.coordinator.carrier import Carrier
 from controlplane.coordinator.hub import Hub
 from controlplane.coordinator.services import FleetService, OperatorService
@@ -28,6 +29,7 @@ from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
 from controlplane.rpc.metrics import serve_metrics
+from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, check_listen
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
@@ -79,8 +81,16 @@ class CoordinatorSettings:
     address_file: Path | None = None
     """Written with the bound address once it serves; for launchers that passed port 0."""
 
+    tls: TlsSettings = PLAIN
+    """How it proves who it is, and who may call it: see docs/security.md."""
+    insecure: bool = False
+    """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
+
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
+        check_listen(self.listen, self.tls, self.insecure)
+        if self.metrics_listen:
+            check_listen(self.metrics_listen, replace(self.tls, tokens=None), self.insecure)
 
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
@@ -92,13 +102,18 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
         core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
         hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
-        carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
+        carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds, settings.tls)
         hub.start_carry = carrier.start
-        server = await start_server(settings.listen, _services(hub))
-        serve_metrics(settings.metrics_listen)
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        server = await start_server(settings.listen, _services(hub), security)
+        serve_metrics(settings.metrics_listen, settings.tls)
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        await loop.run_in_executor(writer, ledger.close)
+        return ExitCode.CONFIG
     except OSError as error:
         log.error("port_unavailable", cause=str(error))
         await loop.run_in_executor(writer, ledger.close)

@@ -78,4 +78,6 @@ class Choosing:
             return e.VersionUnavailable(wanted=str(ask.pin), applied=str(applied))
         waited = round(time.monotonic() - ask.started, 1)
         target = f"a routable engine of model {ask.model} from the coordinator at {self._coordinator}"
+        if self._watch.lost:
+            target += f" ({self._watch.lost})"
         return e.DeadlineExceeded(phase="route", waited_for=target, waited_seconds=waited)

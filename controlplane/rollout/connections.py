@@ -13,12 +13,14 @@ from contextlib import contextmanager
 import grpc
 
 from controlplane.rpc.channels import open_channel
+from controlplane.rpc.security import PLAIN, TlsSettings
 
 
 class Connections:
     """Not thread-safe: one event loop owns it."""
 
-    def __init__(self) -> None:
+    def __init__(self, tls: TlsSettings = PLAIN) -> None:
+        self._tls = tls
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._users: Counter[str] = Counter()
         self._wanted: frozenset[str] = frozenset()
@@ -28,7 +30,7 @@ class Connections:
     def use(self, endpoint: str) -> Iterator[grpc.aio.Channel]:
         """The channel to `endpoint`, kept open while the block runs."""
         if endpoint not in self._channels:
-            self._channels[endpoint] = open_channel(endpoint)
+            self._channels[endpoint] = open_channel(endpoint, self._tls)
         self._users[endpoint] += 1
         try:
             yield self._channels[endpoint]

@@ -18,12 +18,16 @@ from controlplane.rollout.routing import RoutingTable
 from controlplane.rollout.wire import routes_from_proto
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.security import PLAIN, TlsSettings
+from controlplane.rpc.security.diagnosis import explained
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
 BACKOFF_SECONDS = 0.1
 BACKOFF_MAX_SECONDS = 2.0
+FINAL = (e.WrongRun, e.FrameInvalid, e.Unauthenticated, e.PermissionDenied)
+"""What asking again does not mend."""
 
 
 class RouteWatch:
@@ -37,11 +41,15 @@ class RouteWatch:
         connections: Connections,
         *,
         include_kept: bool = False,
+        tls: TlsSettings = PLAIN,
     ) -> None:
         """`include_kept`: also engines that stay at a version of their own."""
         self.table = RoutingTable()
         self.refused: e.WeightplaneError | None = None
         """An answer that would be the same again: nothing is watched any more."""
+        self.lost = ""
+        """Why the coordinator is not heard; empty while it is."""
+        self._tls = tls
         self._coordinator = coordinator
         self._model = model
         self._run_id = run_id
@@ -53,7 +61,7 @@ class RouteWatch:
     async def run(self) -> None:
         """For ever, over the coordinator's restarts; ends with `refused`."""
         pause = BACKOFF_SECONDS
-        async with open_channel(self._coordinator) as channel:
+        async with open_channel(self._coordinator, self._tls) as channel:
             stub = fleet_pb2_grpc.FleetStub(channel)
             while self.refused is None:
                 request = fleet_pb2.WatchRoutesRequest(
@@ -64,7 +72,9 @@ class RouteWatch:
                         pause = BACKOFF_SECONDS
                         self._take(response)
                 except grpc.aio.AioRpcError as error:
-                    self._lost(from_rpc_error(error))
+                    self._lost(await explained(from_rpc_error(error), self._coordinator, self._tls))
+                except e.TlsFailed as error:
+                    self._lost(error)
                 self.table.mark_stale()
                 await asyncio.sleep(pause)
                 pause = min(pause * 2, BACKOFF_MAX_SECONDS)
@@ -92,12 +102,14 @@ class RouteWatch:
         self.ended()
 
     def _take(self, response: fleet_pb2.WatchRoutesResponse) -> None:
+        self.lost = ""
         self.table.replace(routes_from_proto(response))
         self._connections.keep([r.endpoint for r in response.routes])
         self._wake()
 
     def _lost(self, error: e.WeightplaneError) -> None:
-        if isinstance(error, (e.WrongRun, e.FrameInvalid)):
+        self.lost = str(error)
+        if isinstance(error, FINAL):
             self.refused = error
             self._wake()
         log.info("routes_lost", coordinator=self._coordinator, reason=error.reason, text=str(error))

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import grpc
 
+from controlplane.rpc.security.channel import SecuredChannel
+from controlplane.rpc.security.settings import PLAIN, TlsSettings
+
 KEEPALIVE_SECONDS = 10
 PING_TIMEOUT_SECONDS = 5
 """A peer that is stopped or cut off is noticed after at most KEEPALIVE + PING_TIMEOUT seconds."""
@@ -46,6 +49,11 @@ SERVER_OPTIONS = [
 ]
 
 
-def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to `host:port` (IPv6 hosts in brackets). It connects on first use and reconnects by itself."""
-    return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+def open_channel(target: str, tls: TlsSettings = PLAIN) -> grpc.aio.Channel:
+    """A channel to `host:port` (IPv6 hosts in brackets). It connects on first use and reconnects by itself.
+
+    With `tls` a call raises TlsFailed where its files cannot be used.
+    """
+    if tls.ca is None and tls.token is None:
+        return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
+    return SecuredChannel(target, tls, CHANNEL_OPTIONS)

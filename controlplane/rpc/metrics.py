@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import Counter, Gauge, start_http_server
 
+from controlplane.rpc.addresses import split_address
+from controlplane.rpc.security.settings import PLAIN, TlsSettings
+
 REFUSALS = Counter("weightplane_refusals", "Calls that ended with a typed error.", ["method", "reason"])
 INTERNAL_ERRORS = Counter(
     "weightplane_internal_errors", "Calls that ended with an error nobody planned for.", ["method"]
@@ -16,12 +19,19 @@ SERVED_NUMBER = Gauge(
 )
 
 
-def serve_metrics(listen: str) -> None:
+def serve_metrics(listen: str, tls: TlsSettings = PLAIN) -> None:
     """Answer GET /metrics at host:port, in a thread of its own. Does nothing if `listen` is empty.
+
+    With a certificate it speaks TLS, and asks for one unless tokens are what callers show elsewhere.
 
     Raises:
         OSError: the address cannot be bound.
     """
-    if listen:
-        host, _, port = listen.rpartition(":")
-        start_http_server(int(port), addr=host.strip("[]"))
+    if not listen:
+        return
+    host, port = split_address(listen)
+    if not tls.serves_tls:
+        start_http_server(port, addr=host)
+        return
+    files = {"certfile": str(tls.cert), "keyfile": str(tls.key), "client_cafile": str(tls.ca)}
+    start_http_server(port, addr=host, client_auth_required=tls.tokens is None, **files)  # type: ignore[arg-type]

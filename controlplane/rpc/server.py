@@ -1,12 +1,13 @@
 """How we serve: one way to build a server, for the coordinator and for both agents.
 
-Every handler runs inside one interceptor that validates what comes in, turns typed errors into
+Every handler runs inside one interceptor that asks who calls, validates what comes in, turns typed errors into
 statuses, and lets no foreign exception's text out. The port is bound before anyone is told of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -20,11 +21,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
+from controlplane.config import ConfigError
 from controlplane.core.errors import WeightplaneError
 from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
 from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
+from controlplane.rpc.security.guard import Guard, ServerSecurity
 from controlplane.rpc.validation import validate
 
 log = structlog.get_logger(__name__)
@@ -58,7 +61,12 @@ class RunningServer:
         await self.server.stop(STOP_GRACE_SECONDS)
 
 
-async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server], str]]) -> RunningServer:
+OPEN = ServerSecurity()
+
+
+async def start_server(
+    listen: str, register: Iterable[Callable[[grpc.aio.Server], str]], security: ServerSecurity = OPEN
+) -> RunningServer:
     """Bind `listen` (host:port; port 0 for any free one), register services, and serve.
 
     Each item of `register` adds a servicer and returns its service's full name. Health says NOT_SERVING until
@@ -66,16 +74,20 @@ async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server
 
     Raises:
         PortUnavailable: with the address.
+        ConfigError: the address is open to others without TLS, or the files of `security` cannot be used.
     """
+    guard = _guard(security)
     server = grpc.aio.server(
-        interceptors=[_Boundary()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
+        interceptors=[_Boundary(guard)], options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
     )
     names = tuple(add(server) for add in register)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     enable_documented_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     try:
-        port = server.add_insecure_port(listen)
+        port = guard.bind(server, listen)
+    except ValueError as error:
+        raise ConfigError("", str(error)) from error
     except RuntimeError as error:
         raise PortUnavailable(f"cannot listen on {listen}: it is in use, or not an address of this host") from error
     running = RunningServer(server, health, f"{listen.rpartition(':')[0]}:{port}", names)
@@ -84,8 +96,20 @@ async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server
     return running
 
 
+def _guard(security: ServerSecurity) -> Guard:
+    try:
+        return Guard(security)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("", str(error)) from error
+
+
 class _Boundary(grpc.aio.ServerInterceptor):
-    """The outermost layer of every call: validation in, typed errors out."""
+    """The outermost layer of every call: who calls is asked, validation in, typed errors out."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -94,13 +118,16 @@ class _Boundary(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
-        # Reflection and health are not ours: their messages declare no rules, their errors are their own.
-        if handler is None or not method.startswith("/weightplane."):
+        ours = method.startswith("/weightplane.")
+        if handler is None or not (ours or self._guard.asks):
             return handler  # type: ignore[no-any-return]
-        wrap = _stream_response if handler.response_streaming else _unary_response
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
-        behaviour = wrap(inner, _checked_stream if handler.request_streaming else _checked, method)
-        return _handler_like(handler, behaviour)
+        # Reflection and health are not ours: their messages declare no rules.
+        check = (_checked_stream if handler.request_streaming else _checked) if ours else _unchecked
+        # Those of health write their answers, and yield none.
+        yields = handler.response_streaming and (ours or inspect.isasyncgenfunction(inner))
+        wrap = _stream_response if yields else _unary_response
+        return _handler_like(handler, wrap(inner, check, method, self._guard))
 
 
 def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
@@ -114,6 +141,10 @@ def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, An
     return made
 
 
+def _unchecked(request: Any) -> Any:
+    return request
+
+
 def _checked(request: Any) -> Any:
     validate(request)
     return request
@@ -125,9 +156,10 @@ async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield request
 
 
-def _unary_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
+def _unary_response(inner: Any, check: Callable[[Any], Any], method: str, guard: Guard) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            guard.admit(method, context)
             return await inner(check(request), context)
         except Exception as error:
             await _abort(context, error, method)
@@ -135,9 +167,10 @@ def _unary_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any
     return call
 
 
-def _stream_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
+def _stream_response(inner: Any, check: Callable[[Any], Any], method: str, guard: Guard) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            guard.admit(method, context)
             # Closed at once when the caller leaves: a handler's clean-up must not wait for the collector.
             async with aclosing(inner(check(request), context)) as responses:
                 async for response in responses:
