@@ -1,0 +1,466 @@
+"""Real servers behind TLS and tokens: who is let in to what, who is not, and what each is told.
+
+The refusals are generated: every RPC that the descriptors have, by every role that the table leaves out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from controlplane.core import errors as e
+from controlplane.core.access import POLICY, Principal, Role
+from controlplane.core.sampling import SamplingSettings
+from controlplane.rollout.client import RolloutClient
+from controlplane.rpc.channels import open_channel
+from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, authority
+from controlplane.rpc.security.diagnosis import explained
+from controlplane.rpc.security.tokens import add_token, new_token
+from controlplane.rpc.server import RunningServer, start_server
+from engine_agent.members.head import Members
+from tests.support.certificates import People, people
+from tests.support.every_rpc import Rpc, every_rpc
+from tests.support.local_fleet import RUN, LocalFleet, Weights
+from trainer_agent.agent.daemon import TrainerAgent
+from trainer_agent.agent.settings import TrainerSettings
+from weightplane.local.v1 import member_pb2_grpc
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, weight_update_pb2
+
+SECONDS = 5.0
+OPEN_STREAM_SECONDS = 0.5
+"""Longest that a stream which is let in is looked at."""
+MEMBERS = "weightplane.local.v1.EngineMembers"
+TOLD = (e.Unauthenticated, e.PermissionDenied)
+
+
+@dataclass(frozen=True)
+class Port:
+    """A server of one of the daemons, and what it serves."""
+
+    name: str
+    address: str
+    services: frozenset[str]
+
+    def rpcs(self) -> list[Rpc]:
+        return list(every_rpc({*self.services, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}))
+
+
+@asynccontextmanager
+async def every_port(directory: Path, tls: TlsSettings) -> AsyncIterator[list[Port]]:
+    """A server of each daemon, secured alike."""
+    fleet = LocalFleet(directory, lambda node: tls)
+    trainer_address = directory / "trainer-address"
+    try:
+        await fleet.start_coordinator()
+        fleet.start_engine("e0")
+        await fleet.wait_for_engines(1)
+        engine = (await fleet.engine("e0")).endpoint
+        trainer = TrainerAgent(
+            TrainerSettings(coordinator=fleet.address, run_id=RUN, address_file=trainer_address, tls=tls),
+            directory / "ranks.sock",
+        )
+        await trainer.start()
+        members = await _members(tls)
+        try:
+            yield [
+                Port("coordinator", fleet.address, _names("Fleet", "Operator")),
+                Port("engine", engine, _names("WeightUpdate", "Rollout", "Lifecycle")),
+                Port("trainer", trainer_address.read_text(), _names("Lifecycle")),
+                Port("members", members.address, frozenset({MEMBERS})),
+            ]
+        finally:
+            await members.stop()
+            await trainer.close()
+    finally:
+        await fleet.close()
+
+
+async def _members(tls: TlsSettings) -> RunningServer:
+    def register(server: grpc.aio.Server) -> str:
+        member_pb2_grpc.add_EngineMembersServicer_to_server(Members(RUN, "e0", 1), server)
+        return MEMBERS
+
+    return await start_server("127.0.0.1:0", [register], ServerSecurity(tls, run_id=RUN))
+
+
+def _names(*names: str) -> frozenset[str]:
+    return frozenset(f"weightplane.v1.{name}" for name in names)
+
+
+async def _each(port: Port, tls: TlsSettings, rpcs: list[Rpc]) -> dict[str, e.WeightplaneError | None]:
+    async with open_channel(port.address, tls) as channel:
+        ended = await asyncio.gather(*(rpc.call(channel, [], OPEN_STREAM_SECONDS * 10) for rpc in rpcs))
+    return {rpc.path: end for rpc, end in zip(rpcs, ended, strict=True)}
+
+
+# ---- every RPC ----
+
+
+async def test_every_rpc_of_every_server_refuses_every_role_that_the_table_leaves_out(tmp_path: Path) -> None:
+    made, refused = people(tmp_path), 0
+    async with every_port(tmp_path, made("admin/all", RUN)) as ports:
+        for port in ports:
+            for role in set(Role) - {Role.ADMIN}:
+                rpcs = [rpc for rpc in port.rpcs() if role not in POLICY[rpc.path]]
+                for path, error in (await _each(port, made(role.value), rpcs)).items():
+                    assert isinstance(error, e.PermissionDenied), (port.name, role, path, error)
+                    assert error.metadata()["had"] == role.value
+                    assert all(wanted.value in error.wanted for wanted in POLICY[path])
+                    refused += 1
+    assert refused > 80
+
+
+async def test_every_rpc_of_every_server_refuses_a_certificate_that_names_nobody(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    nobody = _without_identity(made)
+    async with every_port(tmp_path, made("admin/all", RUN)) as ports:
+        for port in ports:
+            for path, error in (await _each(port, nobody, port.rpcs())).items():
+                assert isinstance(error, e.Unauthenticated), (port.name, path, error)
+
+
+async def test_every_rpc_of_every_server_refuses_a_caller_of_another_run(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    async with every_port(tmp_path, made("admin/all", RUN)) as ports:
+        for port in ports:
+            for path, error in (await _each(port, made("admin/all", "another-run"), port.rpcs())).items():
+                assert isinstance(error, e.PermissionDenied), (port.name, path, error)
+                assert error.metadata()["wanted"] == f"the run {RUN}"
+
+
+async def test_every_rpc_lets_in_every_role_that_the_table_names(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    async with every_port(tmp_path, made("admin/all", RUN)) as ports:
+        for port in ports:
+            for role, ended in zip(Role, await asyncio.gather(*(_let_in(port, made, r) for r in Role)), strict=True):
+                assert not [end for end in ended if isinstance(end, TOLD)], (port.name, role)
+
+
+async def _let_in(port: Port, made: People, role: Role) -> list[e.WeightplaneError | None]:
+    rpcs = [rpc for rpc in port.rpcs() if role in POLICY[rpc.path]]
+    async with open_channel(port.address, made(role.value)) as channel:
+        return await asyncio.gather(*(rpc.call(channel, [], OPEN_STREAM_SECONDS) for rpc in rpcs))
+
+
+async def test_with_tokens_every_rpc_of_every_server_refuses_who_shows_none_or_a_wrong_one(tmp_path: Path) -> None:
+    made, tokens = people(tmp_path), tmp_path / "tokens.toml"
+    (tmp_path / "token").write_text(_token(tokens, Role.ADMIN))
+    (tmp_path / "wrong").write_text(new_token())
+    server = replace(made("coordinator"), tokens=tokens, token=tmp_path / "token")
+    async with every_port(tmp_path, server) as ports:
+        for port in ports:
+            for shown in (replace(server, token=None), replace(server, token=tmp_path / "wrong")):
+                for path, error in (await _each(port, shown, port.rpcs())).items():
+                    assert isinstance(error, e.Unauthenticated), (port.name, path, error)
+
+
+# ---- a fleet under TLS ----
+
+
+async def test_a_fleet_under_mutual_tls_pushes_and_generates(tmp_path: Path) -> None:
+    made, weights = people(tmp_path), Weights()
+    fleet = LocalFleet(tmp_path, made)
+    try:
+        await fleet.start_coordinator()
+        for engine in ("e0", "e1"):
+            fleet.start_engine(engine)
+        await fleet.wait_for_engines(2)
+        await fleet.take_lease()
+        state = await fleet.push(weights)
+        assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+        async with RolloutClient(fleet.address, run_id=RUN, tls=made("rollout/loop")) as rollouts:
+            sample = await rollouts.generate([1, 2, 3], SamplingSettings(max_tokens=4))
+        assert sample.spans[0].version.number == 1
+    finally:
+        await fleet.close()
+
+
+async def test_a_fleet_with_tokens_pushes_and_generates_on_loopback_without_tls(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens.toml"
+
+    def tls_of(node: str) -> TlsSettings:
+        role, _, name = node.partition("/")
+        file = tmp_path / f"{role}-{name.replace('*', 'any')}.token"
+        if not file.exists():
+            file.write_text(_token(tokens, Role(role), name))
+        return TlsSettings(tokens=tokens, token=file)
+
+    fleet = LocalFleet(tmp_path, tls_of)
+    try:
+        await fleet.start_coordinator()
+        fleet.start_engine("e0")
+        await fleet.wait_for_engines(1)
+        await fleet.take_lease()
+        state = await fleet.push(Weights())
+        assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+        async with RolloutClient(fleet.address, run_id=RUN, tls=tls_of("rollout/loop")) as rollouts:
+            assert (await rollouts.generate([1, 2, 3], SamplingSettings(max_tokens=2))).tokens
+    finally:
+        await fleet.close()
+
+
+async def test_an_engine_with_another_engines_certificate_ends_with_the_refusal(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    fleet = LocalFleet(tmp_path, lambda node: made("engine/e1" if node == "engine/e0" else node))
+    try:
+        await fleet.start_coordinator()
+        fleet.start_engine("e0")
+        with structlog.testing.capture_logs() as logs:
+            assert await asyncio.wait_for(fleet.tasks.pop("e0"), 20) == 64
+        told = [entry for entry in logs if entry["event"] == "session_refused"]
+        assert [entry["reason"] for entry in told] == ["IDENTITY_MISMATCH"]
+        assert "weightplane://*/engine/e1 may not speak as engine e0" in told[0]["text"]
+    finally:
+        await fleet.close()
+
+
+async def test_inv_7_a_term_is_its_holders_own(tmp_path: Path) -> None:
+    """Terms are small numbers: whoever guesses one must still be the trainer that it was given to."""
+    made = people(tmp_path)
+    fleet = LocalFleet(tmp_path, made)
+    try:
+        await fleet.start_coordinator()
+        fleet.start_engine("e0")
+        await fleet.wait_for_engines(1)
+        fleet.channels[fleet.address] = open_channel(fleet.address, made("trainer/one"))
+        await fleet.take_lease(trainer_id="one")
+        fleet.channels[fleet.address] = open_channel(fleet.address, made("trainer/two"))
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await fleet.begin()
+        error = from_rpc_error(refused.value)
+        assert isinstance(error, e.IdentityMismatch)
+        assert error.claimed == "trainer one"
+        assert await _hello_as(fleet, "one") is grpc.StatusCode.PERMISSION_DENIED
+    finally:
+        await fleet.close()
+
+
+async def _hello_as(fleet: LocalFleet, trainer_id: str) -> grpc.StatusCode:
+    call: Any = fleet.fleet.Session()
+    rank = fleet_pb2.TrainerRankInfo(rank=0, host_id="elsewhere", device_uuid="CPU-other")
+    hello = fleet_pb2.TrainerHello(
+        run_id=RUN, model="policy", trainer_id=trainer_id, incarnation="x", ranks=[rank], takeover=True
+    )
+    await call.write(fleet_pb2.SessionRequest(trainer_hello=hello))
+    code: grpc.StatusCode = await asyncio.wait_for(call.code(), SECONDS)
+    return code
+
+
+async def test_inv_7_a_trainer_does_not_write_as_the_coordinator(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    fleet = LocalFleet(tmp_path, made)
+    try:
+        await fleet.start_coordinator()
+        fleet.start_engine("e0")
+        await fleet.wait_for_engines(1)
+        await fleet.take_lease()
+        begun = await fleet.begin()
+        endpoint = begun.plan.assignments[0].endpoint
+        fleet.channels[endpoint] = open_channel(endpoint, made("trainer/one"))
+        stream = fleet.stream(begun, "e0", writer=weight_update_pb2.UPDATE_WRITER_COORDINATOR, writer_term=99)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await stream.open()
+        assert isinstance(from_rpc_error(refused.value), e.IdentityMismatch)
+    finally:
+        await fleet.close()
+
+
+# ---- certificates that are not good, and why ----
+
+
+@asynccontextmanager
+async def _coordinator(directory: Path, tls: TlsSettings, **settings: Any) -> AsyncIterator[LocalFleet]:
+    fleet = LocalFleet(directory, lambda node: tls)
+    try:
+        await fleet.start_coordinator(**settings)
+        yield fleet
+    finally:
+        await fleet.close()
+
+
+async def _ask(address: str, tls: TlsSettings) -> e.WeightplaneError | None:
+    """What GetFleet ends with, explained."""
+    async with open_channel(address, tls) as channel:
+        try:
+            stub: Any = operator_pb2_grpc.OperatorStub(channel)
+            await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=SECONDS)
+        except grpc.aio.AioRpcError as error:
+            return await explained(from_rpc_error(error), address, tls)
+        except e.TlsFailed as error:
+            return error
+    return None
+
+
+async def test_each_bad_certificate_is_refused_and_the_caller_is_told_which_and_why(tmp_path: Path) -> None:
+    made, others = people(tmp_path / "ours"), people(tmp_path / "theirs")
+    good = made("viewer/a")
+    foreign = replace(others("viewer/a"), ca=good.ca)
+    expired = made.issued(Principal(Role.VIEWER, "old"), days=-1)
+    async with _coordinator(tmp_path, made("coordinator")) as fleet:
+        assert await _ask(fleet.address, good) is None
+        cases = {
+            "we have none": replace(good, cert=None, key=None),
+            "expired at": expired,
+            "is not from an authority in": foreign,
+            "its certificate is not from an authority": others("viewer/a"),
+            "it speaks TLS and we do not": PLAIN,
+            "its certificate is not for that address": replace(good, server_name="elsewhere"),
+            "cannot be used|No such file": replace(good, ca=tmp_path / "gone"),
+        }
+        for told, shown in cases.items():
+            error = await _ask(fleet.address, shown)
+            assert isinstance(error, e.TlsFailed), (told, error)
+            assert any(part in str(error) for part in told.split("|")), (told, str(error))
+
+
+async def test_a_servers_expired_certificate_is_named(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    old = made.issued(Principal(Role.COORDINATOR), days=-1, name="old")
+    async with _coordinator_without_questions(tmp_path, old) as address:
+        error = await _ask(address, made("viewer/a"))
+    assert "its certificate has expired" in str(error)
+
+
+@asynccontextmanager
+async def _coordinator_without_questions(directory: Path, tls: TlsSettings) -> AsyncIterator[str]:
+    server = await start_server("127.0.0.1:0", [], ServerSecurity(tls))
+    try:
+        yield server.address
+    finally:
+        await server.stop()
+
+
+async def test_a_server_without_tls_is_named(tmp_path: Path) -> None:
+    async with _coordinator_without_questions(tmp_path, PLAIN) as address:
+        error = await _ask(address, people(tmp_path)("viewer/a"))
+    assert "it speaks no TLS, and we do" in str(error)
+
+
+async def test_nobody_at_the_port_is_not_blamed_on_tls(tmp_path: Path) -> None:
+    error = await _ask("127.0.0.1:1", people(tmp_path)("viewer/a"))
+    assert error is not None
+    assert error.reason == "REMOTE"
+
+
+async def test_a_token_is_not_sent_in_clear_to_another_host(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(new_token())
+    error = await _ask("192.0.2.1:7070", TlsSettings(token=tmp_path / "token"))
+    assert isinstance(error, e.TlsFailed)
+    assert "only over TLS" in str(error)
+
+
+# ---- without a restart ----
+
+
+async def test_certificates_are_read_again_at_the_next_connection_by_both_sides(tmp_path: Path) -> None:
+    """A new authority replaces the old one everywhere; no process is started anew."""
+    old, new = people(tmp_path / "old"), people(tmp_path / "new")
+    server, client = old("coordinator"), old("viewer/a")
+    async with _coordinator(tmp_path, server) as fleet, open_channel(fleet.address, client) as channel:
+        stub: Any = operator_pb2_grpc.OperatorStub(channel)
+        watching = stub.WatchFleet(operator_pb2.WatchFleetRequest())
+        await watching.read()
+        for mine, theirs in ((server, new("coordinator")), (client, new("viewer/a"))):
+            _replace(mine, theirs)
+        assert isinstance(await _ask(fleet.address, people(tmp_path / "third")("viewer/a")), e.TlsFailed)
+        assert await _ask(fleet.address, new("viewer/a")) is None
+        await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=SECONDS)
+        assert not watching.done(), "a stream that stands goes on"
+        watching.cancel()
+
+
+def _replace(mine: TlsSettings, theirs: TlsSettings) -> None:
+    for ours, new in ((mine.ca, theirs.ca), (mine.cert, theirs.cert), (mine.key, theirs.key)):
+        assert ours is not None
+        assert new is not None
+        scratch = ours.with_suffix(".scratch")
+        scratch.write_bytes(new.read_bytes())
+        os.replace(scratch, ours)
+
+
+async def test_a_token_is_taken_and_refused_without_a_restart(tmp_path: Path) -> None:
+    tokens, mine = tmp_path / "tokens.toml", tmp_path / "token"
+    _token(tokens, Role.ENGINE)
+    async with _coordinator(tmp_path, TlsSettings(tokens=tokens)) as fleet:
+        token = new_token()
+        mine.write_text(token)
+        assert isinstance(await _ask(fleet.address, TlsSettings(token=mine)), e.Unauthenticated)
+        add_token(tokens, Principal(Role.VIEWER, "me"), token)
+        assert await _ask(fleet.address, TlsSettings(token=mine)) is None
+        tokens.write_text("")
+        assert isinstance(await _ask(fleet.address, TlsSettings(token=mine)), e.Unauthenticated)
+
+
+# ---- what must not be seen ----
+
+
+async def test_no_log_and_no_error_has_a_token_or_a_key_in_it(tmp_path: Path) -> None:
+    made, tokens = people(tmp_path), tmp_path / "tokens.toml"
+    (tmp_path / "good").write_text(_token(tokens, Role.VIEWER))
+    (tmp_path / "wrong").write_text(new_token())
+    server = replace(made("coordinator"), tokens=tokens)
+    assert server.key is not None
+    secrets = [(tmp_path / "good").read_text(), (tmp_path / "wrong").read_text(), server.key.read_text()[30:80]]
+    with structlog.testing.capture_logs() as logs:
+        async with _coordinator(tmp_path, server) as fleet:
+            ended = [await _ask(fleet.address, replace(server, token=tmp_path / t)) for t in ("good", "wrong")]
+            tokens.write_text("[[token]]\nbroken")
+            ended.append(await _ask(fleet.address, replace(server, token=tmp_path / "wrong")))
+    seen = repr(logs) + repr(ended) + "".join(str(error) for error in ended)
+    assert "call_refused" in seen
+    assert not [secret for secret in secrets if secret in seen]
+
+
+async def test_an_unknown_tokens_client_gives_up_at_once_and_says_why(tmp_path: Path) -> None:
+    tokens, mine = tmp_path / "tokens.toml", tmp_path / "token"
+    _token(tokens, Role.ENGINE)
+    mine.write_text(new_token())
+    async with _coordinator(tmp_path, TlsSettings(tokens=tokens)) as fleet:
+        async with RolloutClient(fleet.address, tls=TlsSettings(token=mine)) as rollouts:
+            with pytest.raises(e.Unauthenticated, match="not known here"):
+                await rollouts.generate([1], SamplingSettings(max_tokens=1))
+
+
+async def test_a_rollout_client_that_tls_keeps_out_says_so_when_its_patience_ends(tmp_path: Path) -> None:
+    made, others = people(tmp_path / "ours"), people(tmp_path / "theirs")
+    async with _coordinator(tmp_path, made("coordinator")) as fleet:
+        async with RolloutClient(fleet.address, tls=others("rollout/a"), wait_seconds=2) as rollouts:
+            with pytest.raises(e.DeadlineExceeded, match="not from an authority"):
+                await rollouts.generate([1], SamplingSettings(max_tokens=1))
+
+
+async def test_where_nothing_is_set_everybody_is_an_admin_on_loopback(tmp_path: Path) -> None:
+    async with _coordinator(tmp_path, PLAIN) as fleet, open_channel(fleet.address) as channel:
+        stub: Any = fleet_pb2_grpc.FleetStub(channel)
+        call = stub.WatchRoutes(fleet_pb2.WatchRoutesRequest(model="policy"))
+        assert (await call.read()).run_id == RUN
+
+
+def _token(file: Path, role: Role, name: str = "somebody") -> str:
+    token = new_token()
+    add_token(file, Principal(role, name), token)
+    return token
+
+
+def _without_identity(made: People) -> TlsSettings:
+    """A certificate of our authority, for a web server say."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    builder = authority._builder(authority._name("web"), made.authority.cert.subject, key, 1)
+    names = x509.SubjectAlternativeName([x509.DNSName("localhost"), x509.UniformResourceIdentifier("spiffe://x/y")])
+    cert = builder.add_extension(names, critical=False).sign(made.authority.key, hashes.SHA256())
+    (made.directory / "web.pem").write_bytes(authority._pem(cert))
+    (made.directory / "web.key").write_bytes(authority._key_pem(key))
+    return TlsSettings(made.directory / "ca.pem", made.directory / "web.pem", made.directory / "web.key")

@@ -1,0 +1,152 @@
+"""Who may call what: the table against the services that there are, and names that bind."""
+
+from __future__ import annotations
+
+import pytest
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2
+
+from controlplane.core.access import (
+    ANY,
+    EVERYBODY,
+    POLICY,
+    Principal,
+    Role,
+    check_call,
+    check_role,
+    check_speaks_as,
+    parse_identity,
+)
+from controlplane.core.errors import IdentityMismatch, PermissionDenied
+from weightplane.local.v1 import member_pb2, rank_pb2
+from weightplane.v1 import fleet_pb2, lifecycle_pb2, operator_pb2, rollout_pb2, weight_update_pb2
+
+MODULES = (
+    fleet_pb2,
+    lifecycle_pb2,
+    operator_pb2,
+    rollout_pb2,
+    weight_update_pb2,
+    member_pb2,
+    rank_pb2,
+    health_pb2,
+    reflection_pb2,
+)
+STATUS = "/weightplane.v1.Lifecycle/GetStatus"
+
+
+def methods(file: FileDescriptor) -> set[str]:
+    return {f"/{s.full_name}/{m.name}" for s in file.services_by_name.values() for m in s.methods}
+
+
+def test_every_rpc_of_every_service_is_in_the_table_and_nothing_else() -> None:
+    assert set().union(*(methods(m.DESCRIPTOR) for m in MODULES)) == set(POLICY)
+
+
+def test_every_module_that_has_a_service_is_looked_at() -> None:
+    from importlib.resources import files
+
+    made = {f.name for p in ("weightplane.v1", "weightplane.local.v1") for f in files(p).iterdir()}
+    with_services = {n for n in made if n.endswith("_pb2_grpc.py")}
+    looked_at = {m.__name__.rpartition(".")[2] + "_grpc.py" for m in MODULES}
+    from importlib import import_module
+
+    def serves(name: str) -> bool:
+        for package in ("weightplane.v1", "weightplane.local.v1"):
+            try:
+                module = import_module(f"{package}.{name.removesuffix('_grpc.py')}")
+            except ModuleNotFoundError:
+                continue
+            return bool(module.DESCRIPTOR.services_by_name)
+        return False
+
+    assert {n for n in with_services if serves(n)} <= looked_at
+
+
+def test_an_rpc_that_nobody_thought_of_is_nobodys() -> None:
+    for role in Role:
+        with pytest.raises(PermissionDenied, match="nobody may call it"):
+            check_call(Principal(role), "/weightplane.v1.Fleet/Forgotten")
+
+
+def test_only_admins_change_what_people_decided() -> None:
+    for method in ("Rollback", "AcceptLedger", "KeepVersion", "ReleaseVersion"):
+        assert POLICY[f"/weightplane.v1.Operator/{method}"] == {Role.ADMIN}
+
+
+def test_only_trainers_and_the_coordinator_bring_weights() -> None:
+    allowed = {Role.ADMIN, Role.TRAINER, Role.COORDINATOR}
+    assert POLICY["/weightplane.v1.WeightUpdate/UpdateWeights"] == allowed
+
+
+def test_a_viewer_changes_nothing() -> None:
+    reads = {m for m, roles in POLICY.items() if Role.VIEWER in roles}
+    verbs = ("Get", "Watch", "Plan", "Check", "List", "ServerReflectionInfo")
+    assert all(m.rpartition("/")[2].startswith(verbs) for m in reads)
+
+
+def test_a_refusal_says_the_role_wanted_and_the_role_had() -> None:
+    with pytest.raises(PermissionDenied) as refused:
+        check_call(Principal(Role.ROLLOUT, "loop-1"), STATUS)
+    assert refused.value.metadata() == {
+        "method": STATUS,
+        "caller": "weightplane://*/rollout/loop-1",
+        "wanted": "admin or coordinator or trainer or viewer",
+        "had": "rollout",
+    }
+
+
+def test_an_identity_of_another_run_is_refused_and_of_any_run_is_not() -> None:
+    check_call(Principal(Role.VIEWER, run_id="a"), STATUS, "a")
+    check_call(Principal(Role.VIEWER), STATUS, "a")
+    check_call(Principal(Role.VIEWER, run_id="b"), STATUS, "")
+    with pytest.raises(PermissionDenied, match="wants the run a, the caller has the run b"):
+        check_call(Principal(Role.VIEWER, run_id="b"), STATUS, "a")
+
+
+def test_an_engine_speaks_as_itself_alone() -> None:
+    check_speaks_as(Principal(Role.ENGINE, "e0"), Role.ENGINE, "e0")
+    check_speaks_as(Principal(Role.ENGINE, ANY), Role.ENGINE, "e0")
+    check_speaks_as(EVERYBODY, Role.ENGINE, "e0")
+    for other in (Principal(Role.ENGINE, "e1"), Principal(Role.TRAINER, "e0"), Principal(Role.TRAINER)):
+        with pytest.raises(IdentityMismatch, match="may not speak as engine e0"):
+            check_speaks_as(other, Role.ENGINE, "e0")
+
+
+def test_a_trainer_does_not_write_as_the_coordinator() -> None:
+    check_role(Principal(Role.COORDINATOR), Role.COORDINATOR)
+    with pytest.raises(IdentityMismatch, match="may not speak as coordinator"):
+        check_role(Principal(Role.TRAINER), Role.COORDINATOR)
+    with pytest.raises(IdentityMismatch):
+        check_role(Principal(Role.COORDINATOR), Role.TRAINER)
+
+
+@pytest.mark.parametrize("role", list(Role))
+def test_an_identity_is_read_as_it_is_written(role: Role) -> None:
+    for principal in (Principal(role), Principal(role, "a.b-c_1", "run-7")):
+        assert parse_identity(str(principal)) == principal
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "weightplane://run/engine",
+        "weightplane://run/engine/",
+        "weightplane:///engine/a",
+        "weightplane://run/king/a",
+        "weightplane://run/engine/a/b",
+        "weightplane://run/engine/a?role=admin",
+        "weightplane://run/engine/a#admin",
+        "weightplane://user@run/engine/a",
+        "weightplane://run:80/engine/a",
+        "weightplane://run/engine/a%2f",
+        "weightplane://run/engine/" + "a" * 600,
+        "https://run/engine/a",
+        "weightplane://[run/engine/a",
+    ],
+)
+def test_what_is_no_identity_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_identity(text)
