@@ -14,7 +14,7 @@ import structlog
 from controlplane.core.access import Principal, Role
 from controlplane.rpc.addresses import is_loopback, split_address
 from controlplane.rpc.security import TlsSettings, check_listen
-from controlplane.rpc.security.authority import open_authority
+from controlplane.rpc.security.authority import issue, open_authority
 from controlplane.rpc.security.certificates import reread_pems
 from controlplane.rpc.security.files import Reread
 from controlplane.rpc.security.tokens import MAX_TOKENS, Tokens, add_token, hash_of, new_token, read_token
@@ -78,7 +78,7 @@ def test_tokens_never_go_in_clear_over_a_network_whatever_is_said() -> None:
 @pytest.mark.parametrize("broken", [{"cert": None}, {"key": None}, {"ca": None}])
 def test_files_that_do_not_go_together_are_refused(broken: dict[str, None]) -> None:
     with pytest.raises(ValueError, match=r"tls\."):
-        replace(FULL, **broken)
+        replace(FULL, **broken)  # type: ignore[arg-type]
 
 
 # ---- tokens ----
@@ -181,8 +181,6 @@ def test_an_authority_is_used_again_and_certificates_are_not_overwritten(tmp_pat
     assert open_authority(tmp_path).cert == first.cert
     people(tmp_path)("viewer/a")
     with pytest.raises(FileExistsError):
-        from controlplane.rpc.security.authority import issue
-
         issue(first, Principal(Role.VIEWER, "a"), (), 1, tmp_path, name="viewer-a-any")
 
 
@@ -199,7 +197,7 @@ def test_files_that_are_missing_or_no_pem_are_refused_by_name(tmp_path: Path, wh
     (tmp_path / "junk").write_text("junk")
     for name in ("none", "junk"):
         with pytest.raises(ValueError, match=name):
-            reread_pems(replace(made, **{which: tmp_path / name}))
+            reread_pems(replace(made, **{which: tmp_path / name}))  # type: ignore[arg-type]
 
 
 def test_a_pair_that_was_replaced_is_read_again_and_half_of_it_is_not(tmp_path: Path) -> None:
