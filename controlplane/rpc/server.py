@@ -17,12 +17,13 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from controlplane.config import ConfigError
-from controlplane.core.errors import WeightplaneError
+from controlplane.core.errors import FrameInvalid, WeightplaneError
 from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
@@ -119,11 +120,12 @@ class _Boundary(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
         ours = method.startswith("/weightplane.")
-        if handler is None or not (ours or self._guard.asks):
-            return handler  # type: ignore[no-any-return]
+        if handler is None:
+            return None
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         # Reflection and health are not ours: their messages declare no rules.
-        check = (_checked_stream if handler.request_streaming else _checked) if ours else _unchecked
+        whole, stream = (_checked, _checked_stream) if ours else (_decoded, _decoded_stream)
+        check = stream if handler.request_streaming else whole
         # Those of health write their answers, and yield none.
         yields = handler.response_streaming and (ours or inspect.isasyncgenfunction(inner))
         wrap = _stream_response if yields else _unary_response
@@ -137,23 +139,48 @@ def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, An
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[(handler.request_streaming, handler.response_streaming)]
-    made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, handler.request_deserializer, handler.response_serializer)
+    decode = _decoder(handler.request_deserializer)
+    made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, decode, handler.response_serializer)
     return made
 
 
-def _unchecked(request: Any) -> Any:
+class _Undecodable:
+    """What came in place of a message. gRPC itself would end the call with an error that says nothing."""
+
+
+def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return _UNDECODABLE
+
+    return decoded
+
+
+_UNDECODABLE = _Undecodable()
+
+
+def _decoded(request: Any) -> Any:
+    if request is _UNDECODABLE:
+        raise FrameInvalid(message="request", field="bytes", problem="they are no message of this call")
     return request
 
 
 def _checked(request: Any) -> Any:
-    validate(request)
+    validate(_decoded(request))
     return request
 
 
 async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        validate(request)
+        validate(_decoded(request))
         yield request
+
+
+async def _decoded_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _decoded(request)
 
 
 def _unary_response(inner: Any, check: Callable[[Any], Any], method: str, guard: Guard) -> Any:

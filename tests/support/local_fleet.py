@@ -172,7 +172,14 @@ class LocalFleet:
         await eventually(address_file.exists)
         self.address = address_file.read_text()
 
-    def start_engine(self, engine_id: str, *, apply: Literal["staged", "streaming"] = "staged", **memory: Any) -> None:
+    def start_engine(
+        self,
+        engine_id: str,
+        *,
+        apply: Literal["staged", "streaming"] = "staged",
+        listen: str = "127.0.0.1:0",
+        **memory: Any,
+    ) -> None:
         settings = EngineSettings(
             engine_id=engine_id,
             coordinator=self.address,
@@ -182,6 +189,7 @@ class LocalFleet:
             memory=MemorySettings(tensors=SHAPES, **memory),
             stream_idle_seconds=2.0,
             apply=apply,
+            listen=listen,
             tls=self.tls_of(f"engine/{engine_id}"),
         )
         self._start(engine_id, run_engine, settings)
