@@ -115,7 +115,7 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
     return status
 
 
-_LOST_STATUS = "Internal error from Core"
+LOST_STATUS = "Internal error from Core"
 """What grpcio says in place of the peer's status when that status meets a write on its way (grpc/grpc#36066)."""
 
 
@@ -126,7 +126,7 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> e.WeightplaneError:
     """
     info = _error_info(error)
     typed = e.rebuild(info.reason, info.metadata) if info is not None else None
-    lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST_STATUS
+    lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == LOST_STATUS
     code = grpc.StatusCode.UNAVAILABLE if lost else error.code()
     return typed or RemoteError(code=code.name, text=error.details() or "")
 

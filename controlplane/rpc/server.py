@@ -216,6 +216,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
         await context.abort_with_status(to_status(error))
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, NotImplementedError):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
     INTERNAL_ERRORS.labels(method).inc()
     error_id = uuid.uuid4().hex[:12]
     log.error("call_failed", method=method, error_id=error_id, exc_info=error)
