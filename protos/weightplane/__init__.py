@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from controlplane.rollout.client import RolloutClient
     from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
     from controlplane.rollout.staleness import StalenessGuard
+    from controlplane.rpc.security.settings import TlsSettings
     from trainer_agent.adapters.updater import WeightplaneUpdater
     from trainer_agent.adapters.vllm_client import WeightplaneSyncClient
     from trainer_agent.megatron.source import MegatronSource
@@ -39,6 +40,7 @@ __all__ = [
     "RolloutClient",
     "SamplingSettings",
     "StalenessGuard",
+    "TlsSettings",
     "TrainerRank",
     "WeightVersion",
     "WeightplaneSyncClient",
@@ -60,6 +62,7 @@ _HOMES = {
     "RolloutClient": "controlplane.rollout.client",
     "SamplingSettings": "controlplane.core.sampling",
     "StalenessGuard": "controlplane.rollout.staleness",
+    "TlsSettings": "controlplane.rpc.security.settings",
     "TrainerRank": "trainer_agent.rank",
     "WeightVersion": "controlplane.core.versions",
     "WeightplaneSyncClient": "trainer_agent.adapters.vllm_client",

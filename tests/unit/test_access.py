@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+from importlib import import_module
+from importlib.resources import files
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 from google.protobuf.descriptor import FileDescriptor
 from grpc_health.v1 import health_pb2
@@ -36,6 +42,10 @@ MODULES = (
 STATUS = "/weightplane.v1.Lifecycle/GetStatus"
 
 
+DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
+MARK = "<!-- written by tests/unit/test_access.py from the table in controlplane/core/access.py -->\n"
+
+
 def methods(file: FileDescriptor) -> set[str]:
     return {f"/{s.full_name}/{m.name}" for s in file.services_by_name.values() for m in s.methods}
 
@@ -45,23 +55,12 @@ def test_every_rpc_of_every_service_is_in_the_table_and_nothing_else() -> None:
 
 
 def test_every_module_that_has_a_service_is_looked_at() -> None:
-    from importlib.resources import files
+    def generated(package: str) -> list[ModuleType]:
+        made = (f.name for f in files(package).iterdir() if f.name.endswith("_pb2.py"))
+        return [import_module(f"{package}.{name.removesuffix('.py')}") for name in made]
 
-    made = {f.name for p in ("weightplane.v1", "weightplane.local.v1") for f in files(p).iterdir()}
-    with_services = {n for n in made if n.endswith("_pb2_grpc.py")}
-    looked_at = {m.__name__.rpartition(".")[2] + "_grpc.py" for m in MODULES}
-    from importlib import import_module
-
-    def serves(name: str) -> bool:
-        for package in ("weightplane.v1", "weightplane.local.v1"):
-            try:
-                module = import_module(f"{package}.{name.removesuffix('_grpc.py')}")
-            except ModuleNotFoundError:
-                continue
-            return bool(module.DESCRIPTOR.services_by_name)
-        return False
-
-    assert {n for n in with_services if serves(n)} <= looked_at
+    every = [*generated("weightplane.v1"), *generated("weightplane.local.v1")]
+    assert {m for m in every if m.DESCRIPTOR.services_by_name} <= set(MODULES)
 
 
 def test_an_rpc_that_nobody_thought_of_is_nobodys() -> None:
@@ -150,3 +149,26 @@ def test_an_identity_is_read_as_it_is_written(role: Role) -> None:
 def test_what_is_no_identity_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"."):
         parse_identity(text)
+
+
+def table() -> str:
+    """The policy as people read it."""
+    rows = ["| RPC | may be called by |", "|---|---|"]
+    for path, roles in POLICY.items():
+        service, method = path.removeprefix("/").rpartition("/")[::2]
+        whose = "everybody with a role" if len(roles) == len(Role) else ", ".join(r.value for r in Role if r in roles)
+        rows.append(f"| `{service.rpartition('.')[2]}.{method}` | {whose} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_documents_table_is_the_one_that_is_kept() -> None:
+    """WEIGHTPLANE_UPDATE_GOLDEN=1 writes it anew."""
+    before, mark, after = DOCUMENT.read_text().partition(MARK)
+    rest = after[after.index("\n\n") :]
+    if os.environ.get("WEIGHTPLANE_UPDATE_GOLDEN"):
+        DOCUMENT.write_text(before + mark + table().rstrip("\n") + rest)
+    assert DOCUMENT.read_text() == before + mark + table().rstrip("\n") + rest
+
+
+def test_every_role_is_told_of() -> None:
+    assert all(f"| `{role.value}` |" in DOCUMENT.read_text() for role in Role)
