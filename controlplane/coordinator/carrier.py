@@ -20,6 +20,7 @@ from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import engine_ref, version_to_proto
 from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.security import PLAIN, TlsSettings
+from controlplane.rpc.security.diagnosis import explained
 from weightplane.v1 import fleet_pb2, weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -60,7 +61,7 @@ class Carrier:
             async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint, self._tls) as channel:
                 await self._bring_welcomed(weight_update_pb2_grpc.WeightUpdateStub(channel), carry)
         except grpc.aio.AioRpcError as broken:
-            error = from_rpc_error(broken)
+            error = await explained(from_rpc_error(broken), carry.engine.endpoint, self._tls)
         except TimeoutError:
             error = DeadlineExceeded(phase="carry", waited_for=engine_id, waited_seconds=self._limit)
         except WeightplaneError as refused:

@@ -72,6 +72,7 @@ class RouteWatch:
                         pause = BACKOFF_SECONDS
                         self._take(response)
                 except grpc.aio.AioRpcError as error:
+                    self.table.mark_stale()
                     self._lost(await explained(from_rpc_error(error), self._coordinator, self._tls))
                 except e.TlsFailed as error:
                     self._lost(error)

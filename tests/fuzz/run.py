@@ -58,6 +58,8 @@ class Report:
     frames: int = 0
     frame_bytes: int = 0
     calls: int = 0
+    sent_to: set[str] = field(default_factory=set)
+    """Paths of RPCs."""
     answers: Counter[str] = field(default_factory=Counter)
     """By reason, or gRPC's code."""
     wrong: list[str] = field(default_factory=list)
@@ -68,6 +70,7 @@ class Report:
 
     def note(self, rpc: Rpc, frames: Sequence[bytes], error: WeightplaneError | None) -> None:
         self.calls += 1
+        self.sent_to.add(rpc.path)
         self.frames += len(frames)
         self.frame_bytes += sum(map(len, frames))
         word = _word(error)

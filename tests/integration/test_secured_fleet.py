@@ -48,16 +48,20 @@ async def _applied(fleet: LocalFleet, engine: str) -> bool:
 
 async def _people(fleet: LocalFleet, viewer: TlsSettings) -> None:
     """A viewer looks, and may not act; a stranger is told why."""
-    shown = await _weightplane(viewer, "status", "--coordinator", fleet.address)
-    assert shown[0] == ExitCode.OK
-    assert "late" in shown[1]
-    code, said = await _weightplane(viewer, "engines", "drain", "late", "--coordinator", fleet.address)
-    assert code == ExitCode.DENIED
-    assert "it wants admin, the caller has viewer" in said
-    code, said = await _weightplane(None, "status", "--coordinator", fleet.address)
-    assert code == ExitCode.UNREACHABLE
-    assert "it speaks TLS and we do not" in said
-    assert (await _weightplane(viewer, "health", "--addr", fleet.address))[0] == ExitCode.OK
+    there = ("--coordinator", fleet.address)
+    status, drain, stranger, health = await asyncio.gather(
+        _weightplane(viewer, "status", *there),
+        _weightplane(viewer, "engines", "drain", "late", *there),
+        _weightplane(None, "status", *there),
+        _weightplane(viewer, "health", "--addr", fleet.address),
+    )
+    assert status[0] == ExitCode.OK
+    assert "late" in status[1]
+    assert drain[0] == ExitCode.DENIED
+    assert "it wants admin, the caller has viewer" in drain[1]
+    assert stranger[0] == ExitCode.UNREACHABLE
+    assert "it speaks TLS and we do not" in stranger[1]
+    assert health[0] == ExitCode.OK
 
 
 async def _weightplane(tls: TlsSettings | None, *words: str) -> tuple[int, str]:

@@ -19,14 +19,22 @@ from controlplane.core.access import Principal, Role
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.channels import open_channel
-from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.errors import RemoteError, from_rpc_error
 from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings
 from controlplane.rpc.security.diagnosis import explained
 from controlplane.rpc.security.tokens import add_token, new_token
 from controlplane.rpc.server import start_server
 from tests.support.certificates import people
 from tests.support.local_fleet import RUN, LocalFleet, Weights
-from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, weight_update_pb2
+from weightplane.v1 import (
+    fleet_pb2,
+    fleet_pb2_grpc,
+    lifecycle_pb2,
+    lifecycle_pb2_grpc,
+    operator_pb2,
+    operator_pb2_grpc,
+    weight_update_pb2,
+)
 
 SECONDS = 5.0
 
@@ -140,6 +148,41 @@ async def test_inv_7_a_trainer_does_not_write_as_the_coordinator(tmp_path: Path)
         assert isinstance(from_rpc_error(refused.value), e.IdentityMismatch)
     finally:
         await fleet.close()
+
+
+async def test_a_trainer_takes_and_gives_back_devices_in_its_own_name(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    fleet = LocalFleet(tmp_path, made)
+    try:
+        await fleet.start_coordinator()
+        fleet.start_engine("e0")
+        await fleet.wait_for_engines(1)
+        engine = await fleet.engine("e0")
+        life: dict[str, Any] = {"run_id": RUN, "engine": engine.status.engine}
+        async with open_channel(engine.endpoint, made("trainer/two")) as channel:
+            stub: Any = lifecycle_pb2_grpc.LifecycleStub(channel)
+            sleep, wake = lifecycle_pb2.SleepRequest, lifecycle_pb2.WakeUpRequest
+            for asked in (
+                stub.Sleep(sleep(**life, owner="trainer:one", level=1), timeout=SECONDS),
+                stub.WakeUp(wake(**life, owner="trainer:one"), timeout=SECONDS),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await asked
+                assert isinstance(from_rpc_error(refused.value), e.IdentityMismatch)
+            await stub.Sleep(sleep(**life, owner="trainer:two", level=1), timeout=SECONDS)
+    finally:
+        await fleet.close()
+
+
+async def test_a_checkpoint_that_tls_keeps_from_an_engine_is_told_of_by_its_cause(tmp_path: Path) -> None:
+    """The coordinator's own call is explained as others' are."""
+    made, others = people(tmp_path / "ours"), people(tmp_path / "theirs")
+    server = await start_server("127.0.0.1:0", [], ServerSecurity(others("engine/e0")))
+    try:
+        error = await explained(RemoteError("UNAVAILABLE", "?"), server.address, made("coordinator"))
+    finally:
+        await server.stop()
+    assert "its certificate is not from an authority" in str(error)
 
 
 # ---- certificates that are not good, and why ----

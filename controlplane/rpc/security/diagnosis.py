@@ -20,6 +20,8 @@ from controlplane.rpc.security.settings import PLAIN, TlsSettings
 
 LOOK_SECONDS = 2.0
 """For each of connecting, the handshake, and the peer's first word."""
+PLAIN_LOOK_SECONDS = 0.5
+"""The same where we speak no TLS: then it is seldom what is wrong, and who waits should not wait for that."""
 _EXPIRED, _NOT_YET = 10, 9
 _OTHER_NAME = frozenset({62, 64})
 """OpenSSL's numbers of what a certificate was refused for: the name, or the address."""
@@ -51,8 +53,9 @@ def diagnose(target: str, tls: TlsSettings) -> str:
     except ValueError:
         return ""
     try:
-        with socket.create_connection((host, port), LOOK_SECONDS) as connection:
-            connection.settimeout(LOOK_SECONDS)
+        limit = PLAIN_LOOK_SECONDS if tls.ca is None else LOOK_SECONDS
+        with socket.create_connection((host, port), limit) as connection:
+            connection.settimeout(limit)
             return _of_plain(connection) if tls.ca is None else _of_tls(connection, tls, host)
     except OSError:
         return ""
