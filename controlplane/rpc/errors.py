@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -124,8 +125,12 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> e.WeightplaneError:
 
     A status that was lost on its way is a broken connection: UNAVAILABLE, so that the next try hears the true one.
     """
-    info = _error_info(error)
-    typed = e.rebuild(info.reason, info.metadata) if info is not None else None
+    try:
+        info = _error_info(error)
+        typed = e.rebuild(info.reason, info.metadata) if info is not None else None
+    except (ValueError, DecodeError):
+        # Details that are not what they should be; or the peer's status met our own deadline, and the code is ours.
+        typed = None
     lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == LOST_STATUS
     code = grpc.StatusCode.UNAVAILABLE if lost else error.code()
     return typed or RemoteError(code=code.name, text=error.details() or "")
