@@ -14,9 +14,8 @@ DETAILS = "grpc-status-details-bin"
 STALE = e.StaleVersion(engine_id="e0", applied=2, got=1)
 
 
-def ended(code: grpc.StatusCode, trailing: bytes | str | None) -> grpc.aio.AioRpcError:
-    metadata = grpc.aio.Metadata() if trailing is None else grpc.aio.Metadata((DETAILS, trailing))
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), metadata, "words")
+def ended(code: grpc.StatusCode, trailing: bytes, words: str = "words") -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata((DETAILS, trailing)), words)
 
 
 def trailing(error: e.WeightplaneError) -> bytes:
@@ -26,7 +25,7 @@ def trailing(error: e.WeightplaneError) -> bytes:
 
 
 def test_a_typed_error_comes_over_whole() -> None:
-    got = from_rpc_error(ended(grpc.StatusCode.FAILED_PRECONDITION, trailing(STALE)))
+    got = from_rpc_error(ended(grpc.StatusCode.FAILED_PRECONDITION, trailing(STALE), str(STALE)))
     assert isinstance(got, e.StaleVersion)
     assert got.metadata() == STALE.metadata()
 
