@@ -40,12 +40,16 @@ CHANNEL_OPTIONS = [
     # Agents restart on the same port: a channel must not share a dead subchannel with an older one.
     ("grpc.use_local_subchannel_pool", 1),
 ]
+HANDSHAKE_SECONDS = 10
+HANDSHAKE_OPTION = "grpc.server_handshake_timeout_ms"
 SERVER_OPTIONS = [
     *_BOTH,
     # On by default, and then a second coordinator binds the same port without an error.
     ("grpc.so_reuseport", 0),
     # Else clients that ping as above are sent away with too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", PING_TIMEOUT_SECONDS * 1000),
+    # Who connects and says nothing holds a socket for two minutes otherwise.
+    (HANDSHAKE_OPTION, HANDSHAKE_SECONDS * 1000),
 ]
 
 

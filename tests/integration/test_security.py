@@ -18,7 +18,8 @@ from controlplane.core import errors as e
 from controlplane.core.access import Principal, Role
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
-from controlplane.rpc.channels import open_channel
+from controlplane.rpc.addresses import split_address
+from controlplane.rpc.channels import HANDSHAKE_OPTION, SERVER_OPTIONS, open_channel
 from controlplane.rpc.errors import RemoteError, from_rpc_error
 from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings
 from controlplane.rpc.security.diagnosis import explained
@@ -267,6 +268,22 @@ async def test_a_token_is_not_sent_in_clear_to_another_host(tmp_path: Path) -> N
     error = await _ask("192.0.2.1:7070", TlsSettings(token=tmp_path / "token"))
     assert isinstance(error, e.TlsFailed)
     assert "only over TLS" in str(error)
+
+
+@pytest.mark.parametrize("secured", [False, True])
+async def test_who_connects_and_says_nothing_is_sent_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secured: bool
+) -> None:
+    """The option by its effect, with a limit that a test can wait for: gRPC's own is two minutes."""
+    short = [option for option in SERVER_OPTIONS if option[0] != HANDSHAKE_OPTION]
+    monkeypatch.setattr("controlplane.rpc.server.SERVER_OPTIONS", [*short, (HANDSHAKE_OPTION, 300)])
+    async with _coordinator_without_questions(tmp_path, people(tmp_path)("engine") if secured else PLAIN) as address:
+        host, port = split_address(address)
+        reader, writer = await asyncio.open_connection(host, port)
+        async with asyncio.timeout(SECONDS):
+            while await reader.read(1000):
+                pass
+        writer.close()
 
 
 # ---- without a restart ----
