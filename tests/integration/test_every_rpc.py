@@ -14,13 +14,13 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from controlplane.core import errors as e
-from controlplane.core.access import POLICY, Principal, Role
+from controlplane.core.access import POLICY, Role
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.security import ServerSecurity, TlsSettings, authority
-from controlplane.rpc.security.tokens import add_token, new_token
+from controlplane.rpc.security.tokens import new_token
 from controlplane.rpc.server import RunningServer, start_server
 from engine_agent.members.head import Members
-from tests.support.certificates import People, people
+from tests.support.certificates import People, people, token_for
 from tests.support.every_rpc import Rpc, every_rpc
 from tests.support.local_fleet import RUN, LocalFleet
 from trainer_agent.agent.daemon import TrainerAgent
@@ -142,7 +142,7 @@ async def _let_in(port: Port, made: People, role: Role) -> list[e.WeightplaneErr
 
 async def test_with_tokens_every_rpc_of_every_server_refuses_who_shows_none_or_a_wrong_one(tmp_path: Path) -> None:
     made, tokens = people(tmp_path), tmp_path / "tokens.toml"
-    (tmp_path / "token").write_text(_token(tokens, Role.ADMIN))
+    (tmp_path / "token").write_text(token_for(tokens, Role.ADMIN))
     (tmp_path / "wrong").write_text(new_token())
     server = replace(made("coordinator"), tokens=tokens, token=tmp_path / "token")
     async with every_port(tmp_path, server) as ports:
@@ -150,12 +150,6 @@ async def test_with_tokens_every_rpc_of_every_server_refuses_who_shows_none_or_a
             for shown in (replace(server, token=None), replace(server, token=tmp_path / "wrong")):
                 for path, error in (await _each(port, shown, port.rpcs())).items():
                     assert isinstance(error, e.Unauthenticated), (port.name, path, error)
-
-
-def _token(file: Path, role: Role, name: str = "somebody") -> str:
-    token = new_token()
-    add_token(file, Principal(role, name), token)
-    return token
 
 
 def _without_identity(made: People) -> TlsSettings:

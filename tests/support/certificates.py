@@ -9,9 +9,9 @@ from pathlib import Path
 from controlplane.core.access import ANY, Principal, Role
 from controlplane.rpc.security import TlsSettings
 from controlplane.rpc.security.authority import Authority, issue, open_authority
+from controlplane.rpc.security.tokens import add_token, new_token
 
 HOSTS = ("localhost", "127.0.0.1", "::1")
-ROLES = tuple(Role)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,13 @@ class People:
             cert=self.directory / f"{file}.pem",
             key=self.directory / f"{file}.key",
         )
+
+
+def token_for(file: Path, role: Role, name: str = "somebody") -> str:
+    """A new token, whose hash is in `file`."""
+    token = new_token()
+    add_token(file, Principal(role, name), token)
+    return token
 
 
 def people(directory: Path) -> People:

@@ -216,6 +216,14 @@ def test_a_pair_that_was_replaced_is_read_again_and_half_of_it_is_not(tmp_path: 
     assert pems.reads == 2
 
 
+@pytest.mark.parametrize(("days", "level"), [(30, "info"), (3, "warning"), (-1, "warning")])
+def test_a_certificates_end_is_told_before_it_comes(tmp_path: Path, days: float, level: str) -> None:
+    tls = people(tmp_path).issued(Principal(Role.VIEWER, "a"), days=days)
+    with structlog.testing.capture_logs() as logs:
+        reread_pems(tls, tell_end=True)
+    assert [(entry["event"], entry["log_level"]) for entry in logs] == [("certificate_read", level)]
+
+
 def test_what_holds_a_key_does_not_show_it(tmp_path: Path) -> None:
     assert "PRIVATE" not in repr(reread_pems(people(tmp_path)("engine/a")).get())
 

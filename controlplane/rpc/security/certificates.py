@@ -6,14 +6,21 @@ that cannot be read, is never taken.
 
 from __future__ import annotations
 
+import datetime
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import structlog
 
 from controlplane.rpc.security.files import Reread
 from controlplane.rpc.security.settings import TlsSettings
+
+log = structlog.get_logger(__name__)
+
+SOON = datetime.timedelta(days=7)
+"""Before a certificate's end: from then on each reading of it is a warning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +35,15 @@ class Pems:
         return "Pems(…)"
 
 
-def reread_pems(tls: TlsSettings) -> Reread[Pems]:
-    """Of settings with `ca`. Raises ValueError: they cannot be read, or do not go together."""
+def reread_pems(tls: TlsSettings, *, tell_end: bool = False) -> Reread[Pems]:
+    """Of settings with `ca`. `tell_end`: log at each reading how long the certificate is good still.
+
+    Raises:
+        ValueError: they cannot be read, or do not go together.
+    """
     paths = [path for path in (tls.ca, tls.cert, tls.key) if path is not None]
     try:
-        return Reread(paths, lambda: _read(tls))
+        return Reread(paths, lambda: _read(tls, tell_end))
     except OSError as error:
         raise ValueError(f"tls: {error.filename}: {error.strerror}") from error
 
@@ -53,10 +64,23 @@ def channel_credentials(pems: Pems) -> grpc.ChannelCredentials:
     return grpc.ssl_channel_credentials(pems.ca, pems.key, pems.cert)
 
 
-def _read(tls: TlsSettings) -> Pems:
+def _read(tls: TlsSettings, tell_end: bool) -> Pems:
     assert tls.ca is not None, "asked for with one"
     _check(tls)
-    return Pems(tls.ca.read_bytes(), _bytes(tls.cert), _bytes(tls.key))
+    pems = Pems(tls.ca.read_bytes(), _bytes(tls.cert), _bytes(tls.key))
+    if pems.cert is not None and tell_end:
+        _tell_end(tls, pems.cert)
+    return pems
+
+
+def _tell_end(tls: TlsSettings, cert: bytes) -> None:
+    """A certificate that runs out stops the next connection, not those that stand: so it is told beforehand."""
+    from cryptography import x509
+
+    end = x509.load_pem_x509_certificate(cert).not_valid_after_utc
+    left = end - datetime.datetime.now(datetime.UTC)
+    tell = log.warning if left < SOON else log.info
+    tell("certificate_read", file=str(tls.cert), expires=end.isoformat(), days_left=left.days)
 
 
 def _check(tls: TlsSettings) -> None:

@@ -48,7 +48,7 @@ class Guard:
         self._security = security
         tls = security.tls
         self._tokens = Tokens(tls.tokens) if tls.tokens is not None else None
-        self._pems = reread_pems(tls) if tls.serves_tls else None
+        self._pems = reread_pems(tls, tell_end=True) if tls.serves_tls else None
         self.asks = tls.secured
         """False: everybody is an admin."""
 
