@@ -137,6 +137,39 @@ async def test_who_connects_and_says_nothing_is_sent_away(
         writer.close()
 
 
+async def test_a_handshake_that_takes_a_second_is_waited_for(tmp_path: Path) -> None:
+    made = people(tmp_path)
+    async with (
+        _coordinator(tmp_path, made("coordinator")) as fleet,
+        _slow_way(fleet.address, seconds=1.0) as address,
+    ):
+        assert await _ask(address, made("viewer/a")) is None
+
+
+@asynccontextmanager
+async def _slow_way(target: str, seconds: float) -> AsyncIterator[str]:
+    """A port in front of `target` that hands nothing on for some time after each connection."""
+    ways: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            writer.write(data)
+        writer.close()
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(seconds)
+        there, back = await asyncio.open_connection(*split_address(target))
+        ways.update({asyncio.create_task(pump(reader, back)), asyncio.create_task(pump(there, writer))})
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for way in ways:
+            way.cancel()
+
+
 # ---- without a restart ----
 
 
