@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants fuzz kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -44,6 +44,9 @@ sim: setup ## simulate the fleet with faults: 200 seeds, or one again (make sim 
 
 mutants: setup ## remove each invariant's check in turn: some test must catch it
 	$(BIN)/python -m tests.mutants.run
+
+fuzz: setup ## send 20,000 malformed frames to every service of real servers (FRAMES=n SEED=n; about 3 minutes)
+	$(BIN)/python -m tests.fuzz.run $(if $(FRAMES),--frames $(FRAMES)) $(if $(SEED),--seed $(SEED))
 
 kill-matrix: setup ## kill each process at each phase of an update; writes docs/failures.md (up to 25 minutes)
 	$(BIN)/python -m tests.kill_matrix.run --write docs/failures.md

@@ -34,5 +34,7 @@ class ExitCode(IntEnum):
     """Training processes failed, more often than max_restarts allows."""
     LEDGER = 71
     """The coordinator's ledger cannot be used: corrupt, foreign, of another run, locked, or the disk is full."""
+    DENIED = 72
+    """What was shown, a certificate or a token, is not known there, or not allowed to do this."""
     INTERRUPTED = 130
     """Ended by SIGINT or SIGTERM, in order."""

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import grpc
 import structlog
 
+from controlplane.config import ConfigError
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
 from controlplane.core.errors import EngineDied, LedgerError, UnsupportedByEngine, WeightplaneError
@@ -30,6 +31,7 @@ from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.ports import PortUnavailable
+from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, check_listen
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
 from engine_agent.engine import Engine
@@ -133,7 +135,13 @@ class EngineSettings:
     unit_size: int = 0
     """How many engines its unit has."""
 
+    tls: TlsSettings = PLAIN
+    """How it proves who it is, and who may call it: see docs/security.md."""
+    insecure: bool = False
+    """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
+
     def __post_init__(self) -> None:
+        check_listen(self.listen, self.tls, self.insecure)
         if self.pause.problem_at_an_install:
             raise ValueError(f"pause: {self.pause.problem_at_an_install}")
         if self.unit_size < 0 or bool(self.unit) != bool(self.unit_size):
@@ -160,13 +168,17 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     try:
         holder.life = _first_life(settings, memory, members)
         door = _door(holder, settings)
-        server = await start_server(settings.listen, _services(holder, settings, stop, members))
-        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder))
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        server = await start_server(settings.listen, _services(holder, settings, stop, members), security)
+        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         if door is not None:
             await door.stop()
         return ExitCode.PORT_IN_USE
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        return ExitCode.CONFIG
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
@@ -257,7 +269,7 @@ class _Agent:
         owner = life.core.state.held_by(HoldKind.ASLEEP)
         log.warning("devices_taken", owner=owner)
         self._supervisor.ready(f"waits for its devices, which {owner} has")
-        session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings), waits=True)
+        session = self._session(life, waits=True)
         running, free = asyncio.create_task(session.run()), asyncio.create_task(life.lent.free.wait())
         try:
             ends: set[asyncio.Future[Any]] = {self._signalled, running, free}
@@ -302,9 +314,14 @@ class _Agent:
         finally:
             await life.end(cause)
 
+    def _session(self, life: EngineLife, *, waits: bool = False) -> Session:
+        settings = self._settings
+        member = _membership(settings)
+        return Session(life, settings.coordinator, self._endpoint, member, settings.tls, waits=waits)
+
     async def _serve(self, life: EngineLife) -> int | None:
         """In the fleet, until the life or the agent ends."""
-        session = Session(life, self._settings.coordinator, self._endpoint, _membership(self._settings))
+        session = self._session(life)
         running = asyncio.create_task(session.run())
         readiness = asyncio.create_task(self._follow_readiness(life))
         try:

@@ -12,10 +12,13 @@ import structlog
 
 from controlplane import stacks
 from controlplane.core import engine_events as events
+from controlplane.core.access import ANY, Role
 from controlplane.core.engine_state import Hold, HoldKind
-from controlplane.core.errors import UnsupportedByEngine, WrongIncarnation, WrongRun
+from controlplane.core.errors import IdentityMismatch, UnsupportedByEngine, WrongIncarnation, WrongRun
+from controlplane.core.names import trainer_owner
 from controlplane.rpc.codec import pause_from_proto, stacks_to_proto
 from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
+from controlplane.rpc.security import caller
 from engine_agent import commands
 from engine_agent.life import EngineLife, EngineLifeHolder
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
@@ -68,11 +71,13 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
 
     async def Sleep(self, request: lifecycle_pb2.SleepRequest, context: Any) -> lifecycle_pb2.SleepResponse:
         life = self._fenced(request)
+        _check_owner(request.owner)
         await life.sleep(events.SleepRequested(request.owner, request.level))
         return lifecycle_pb2.SleepResponse(status=status_of(life))
 
     async def WakeUp(self, request: lifecycle_pb2.WakeUpRequest, context: Any) -> lifecycle_pb2.WakeUpResponse:
         life = self._fenced(request)
+        _check_owner(request.owner)
         await life.wake(events.WakeRequested(request.owner, request.kv_cache))
         return lifecycle_pb2.WakeUpResponse(status=status_of(life))
 
@@ -143,3 +148,10 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
                 engine_id=state.engine_id, expected=state.incarnation, got=request.engine.incarnation
             )
         return life
+
+
+def _check_owner(owner: str) -> None:
+    """A trainer takes and gives back devices in its own name. Raises IdentityMismatch."""
+    principal = caller()
+    if principal.role is Role.TRAINER and principal.name != ANY and owner != trainer_owner(principal.name):
+        raise IdentityMismatch(caller=str(principal), claimed=owner)

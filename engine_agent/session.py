@@ -19,8 +19,10 @@ import structlog
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState
 from controlplane.core.errors import (
+    IdentityMismatch,
     IncompatibleNode,
     ModelFrozen,
+    PermissionDenied,
     VersionConflict,
     WeightplaneError,
     WrongIncarnation,
@@ -32,6 +34,8 @@ from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import commit_from_proto, engine_ref, seconds_from_proto, version_from_proto
 from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.security import PLAIN, TlsSettings
+from controlplane.rpc.security.diagnosis import explained
 from engine_agent.life import EngineLife
 from engine_agent.lifecycle_service import status_of
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, version_pb2, weight_update_pb2
@@ -42,7 +46,15 @@ RECONNECT_SECONDS = (0.2, 2.0)
 """First and longest wait before the next try; doubled in between, with jitter."""
 WELCOME_LIMIT_SECONDS = 15.0
 
-FATAL = (WrongRun, IncompatibleNode, WrongIncarnation, ModelFrozen, VersionConflict)
+FATAL = (
+    WrongRun,
+    IncompatibleNode,
+    WrongIncarnation,
+    ModelFrozen,
+    VersionConflict,
+    PermissionDenied,
+    IdentityMismatch,
+)
 """Refusals that a reconnect cannot mend."""
 
 
@@ -63,13 +75,21 @@ class Session:
     """Keeps one life's session. `run` ends with a fatal refusal, or when cancelled."""
 
     def __init__(
-        self, life: EngineLife, coordinator: str, endpoint: str, member: Membership, *, waits: bool = False
+        self,
+        life: EngineLife,
+        coordinator: str,
+        endpoint: str,
+        member: Membership,
+        tls: TlsSettings = PLAIN,
+        *,
+        waits: bool = False,
     ) -> None:
         """`waits`: the life is dead, and waits until its devices are given back."""
         self._life = life
         self._waits = waits
         self._member = member
         self._coordinator = coordinator
+        self._tls = tls
         self._endpoint = endpoint
         self._heartbeat_seconds = 1.0
         self._goodbye: str | None = None
@@ -80,13 +100,13 @@ class Session:
     async def run(self) -> None:
         """Raises the refusal when it is fatal."""
         wait = RECONNECT_SECONDS[0]
-        async with open_channel(self._coordinator) as channel:
+        async with open_channel(self._coordinator, self._tls) as channel:
             while self._goodbye is None:
                 try:
                     await self._once(fleet_pb2_grpc.FleetStub(channel))
                     wait = RECONNECT_SECONDS[0]
                 except grpc.aio.AioRpcError as error:
-                    refusal = from_rpc_error(error)
+                    refusal = await explained(from_rpc_error(error), self._coordinator, self._tls)
                     if isinstance(refusal, FATAL):
                         raise refusal from error
                     log.warning("session_lost", reason=refusal.reason, text=str(refusal))

@@ -21,12 +21,14 @@ from controlplane import failpoints
 from controlplane.checkpoints import CheckpointManifest, read_manifest
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
+from controlplane.core.access import Role, check_role
 from controlplane.core.assembly import Assembly, Record
 from controlplane.core.engine_state import Activity
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from controlplane.rpc.metrics import RECEIVED_BYTES, transport_label
+from controlplane.rpc.security import caller
 from engine_agent import update_frames as frames
 from engine_agent.engine import StagedWeights
 from engine_agent.entry import check_ids
@@ -56,6 +58,8 @@ READER = "weightplane-checkpoint"
 """Name of the threads that read checkpoints."""
 JOINER = "weightplane-link"
 """Name of the threads that join links."""
+_WRITERS = {weight_update_pb2.UPDATE_WRITER_COORDINATOR: Role.COORDINATOR}
+"""INV-7: the coordinator's term is the coordinator's own. Any other writer is a trainer."""
 MAX_LAYOUT_TENSORS = 1_000_000
 """As the manifest's own limit."""
 
@@ -133,6 +137,7 @@ class _Attempt:
 
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
+        check_role(caller(), _WRITERS.get(opened.writer, Role.TRAINER))
         version = version_from_proto(opened.version)
         self._rules.check(self._life.core.state.engine_id, opened)
         event = frames.opened(self._stream, opened, self._life.base.account)

@@ -7,21 +7,24 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from controlplane.cli.credentials import credentials
 from controlplane.cli.ending import CommandFailed
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import RemoteError, from_rpc_error
+from controlplane.rpc.security.diagnosis import explained
 from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
 
 @asynccontextmanager
 async def asking(address: str) -> AsyncIterator[grpc.aio.Channel]:
     """A channel to `address`. Raises CommandFailed when nobody answers there in time, else what the daemon raised."""
-    async with open_channel(address) as channel:
+    tls = credentials()
+    async with open_channel(address, tls) as channel:
         try:
             yield channel
         except grpc.aio.AioRpcError as error:
-            typed = from_rpc_error(error)
+            typed = await explained(from_rpc_error(error), address, tls)
             if isinstance(typed, RemoteError) and typed.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
                 cause = typed.text.rpartition(": ")[2]
                 raise CommandFailed(ExitCode.UNREACHABLE, f"nobody answers at {address}: {cause}") from error

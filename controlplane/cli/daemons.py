@@ -40,6 +40,8 @@ Fleet = Annotated[
     typer.Option("--fleet", metavar="FILE", help="Take the settings from a fleet file; instead of --config."),
 ]
 
+Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other hosts without TLS.")]
+
 
 @reported
 def coordinator(
@@ -54,6 +56,7 @@ def coordinator(
     ] = None,
     config: Config = None,
     fleet: Fleet = None,
+    insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     log_format: LogFormat = "auto",
@@ -62,7 +65,7 @@ def coordinator(
     """Run the coordinator: it owns the fleet's record and decides; it never touches a tensor's bytes."""
     from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
 
-    given = _given(sets, listen=listen, state_dir=state_dir, run_id=run_id)
+    given = _given(sets, listen=listen, state_dir=state_dir, run_id=run_id, insecure=_flag(insecure))
     if fleet is not None:
         from controlplane.cli.up.settings import coordinator_of
 
@@ -92,6 +95,7 @@ def engine(
         str | None, typer.Option("--head", metavar="HOST:PORT", help="With --member-of: the engine's agent.")
     ] = None,
     on_ray: Annotated[bool, typer.Option("--ray", help="On a node of the Ray cluster at RAY_ADDRESS.")] = False,
+    insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     log_format: LogFormat = "auto",
@@ -108,7 +112,7 @@ def engine(
         member = _settings(MemberSettings, config, _given(sets, engine_id=member_of, head=head))
         _prepare("member", log_level, log_format, die_with_parent)
         return asyncio.run(run_member(member))
-    given = _given(sets, listen=listen, coordinator=coordinator)
+    given = _given(sets, listen=listen, coordinator=coordinator, insecure=_flag(insecure))
     if (fleet is None) != (engine_id is None):
         raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")
     if on_ray:
@@ -133,6 +137,7 @@ def trainer(
     coordinator: Annotated[
         str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
     ] = None,
+    insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
     log_format: LogFormat = "auto",
@@ -142,7 +147,7 @@ def trainer(
     from trainer_agent.agent import run_trainer
     from trainer_agent.agent.settings import TrainerSettings
 
-    settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator))
+    settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator, insecure=_flag(insecure)))
     if not command:
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, log_format, die_with_parent)
@@ -162,6 +167,11 @@ def _given(sets: list[str] | None, **flags: Any) -> dict[str, Any]:
     from controlplane.config import Text, parse_overrides
 
     return parse_overrides(sets or []) | {name: Text(value) for name, value in flags.items() if value is not None}
+
+
+def _flag(given: bool) -> str | None:
+    """Not given: what the file says stays."""
+    return "true" if given else None
 
 
 def _settings(cls: type[T], config: Path | None, given: dict[str, Any]) -> T:

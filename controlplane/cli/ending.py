@@ -74,6 +74,9 @@ def _code(error: Exception) -> ExitCode:
         (e.StaleTerm, ExitCode.FENCED),
         (e.LeaseHeld, ExitCode.LEASE_HELD),
         (e.PeerLost, ExitCode.UNREACHABLE),
+        (e.TlsFailed, ExitCode.UNREACHABLE),
+        (e.Unauthenticated, ExitCode.DENIED),
+        (e.PermissionDenied, ExitCode.DENIED),
         (e.EngineDied, ExitCode.ENGINE_FAILED),
         (e.LedgerError, ExitCode.LEDGER),
     ]

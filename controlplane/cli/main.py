@@ -12,6 +12,8 @@ from typing import Annotated
 import typer
 
 from controlplane.cli import (
+    certs,
+    credentials,
     daemons,
     doctor,
     engines,
@@ -54,6 +56,8 @@ app.add_typer(
     engines.app, name="engines", short_help="Show each engine's versions and conditions; hold, drain, pause one."
 )
 app.add_typer(ledger.app, name="ledger", short_help="Look into a ledger, or accept an older one.")
+app.add_typer(certs.certs, name="certs", short_help="Make certificates.")
+app.add_typer(certs.token, name="token", short_help="Make tokens, for callers without certificates.")
 
 
 def _print_version(asked: bool) -> None:
@@ -67,8 +71,14 @@ def weightplane(
     show_version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
     ] = False,
+    tls_ca: credentials.Ca = None,
+    tls_cert: credentials.Cert = None,
+    tls_key: credentials.Key = None,
+    tls_server_name: credentials.ServerName = "",
+    token_file: credentials.Token = None,
 ) -> None:
     """Carries weights from RL trainers to rollout engines; nothing is served under a version that it is not."""
+    credentials.give(tls_ca, tls_cert, tls_key, tls_server_name, token_file)
 
 
 def main() -> None:

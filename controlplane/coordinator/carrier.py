@@ -20,6 +20,8 @@ from controlplane.core.fleet_events import Carry, CarryEnded
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import engine_ref, version_to_proto
 from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.security import PLAIN, TlsSettings
+from controlplane.rpc.security.diagnosis import explained
 from weightplane.v1 import fleet_pb2, weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -35,9 +37,10 @@ _GO = (fleet_pb2.UPDATE_PHASE_GO, fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UP
 class Carrier:
     """All carries of one coordinator's life."""
 
-    def __init__(self, hub: Hub, limit_seconds: float) -> None:
+    def __init__(self, hub: Hub, limit_seconds: float, tls: TlsSettings = PLAIN) -> None:
         """`limit_seconds`: longest that one engine may take to read, check and install."""
         self._hub = hub
+        self._tls = tls
         self._limit = limit_seconds
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -57,10 +60,10 @@ class Carrier:
         bind_contextvars(update_id=carry.update_id)  # of this task alone
         log.info("carry_began", engine=engine_id, version=str(carry.version), checkpoint=carry.checkpoint.name)
         try:
-            async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint) as channel:
+            async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint, self._tls) as channel:
                 await self._bring_welcomed(weight_update_pb2_grpc.WeightUpdateStub(channel), carry)
         except grpc.aio.AioRpcError as broken:
-            error = from_rpc_error(broken)
+            error = await explained(from_rpc_error(broken), carry.engine.endpoint, self._tls)
         except TimeoutError:
             error = DeadlineExceeded(phase="carry", waited_for=engine_id, waited_seconds=self._limit)
         except WeightplaneError as refused:

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
 import structlog
 
+from controlplane.config import ConfigError
 from controlplane.coordinator.carrier import Carrier
 from controlplane.coordinator.hub import Hub
 from controlplane.coordinator.metrics import FleetMetrics
@@ -32,6 +33,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
 from controlplane.rpc.channelz import add_channelz, check_installed
 from controlplane.rpc.metrics import serve_metrics, watch_loop
+from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, check_listen
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
 from controlplane.web import serve_page
@@ -98,6 +100,11 @@ class CoordinatorSettings:
     web_address_file: Path | None = None
     """The same of the page, as a URL; it is there before `address_file` is."""
 
+    tls: TlsSettings = PLAIN
+    """How it proves who it is, and who may call it: see docs/security.md."""
+    insecure: bool = False
+    """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
+
     def __post_init__(self) -> None:
         parse_min_engines(self.min_engines)
         if self.max_rollout_calls < 0:
@@ -106,6 +113,9 @@ class CoordinatorSettings:
             check_installed()
         if self.web_listen:
             check_address(self.web_listen, trusted=self.web_trusted)
+        check_listen(self.listen, self.tls, self.insecure)
+        if self.metrics_listen:
+            check_listen(self.metrics_listen, replace(self.tls, tokens=None), self.insecure)
 
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
@@ -118,16 +128,21 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
         core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
         hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
-        carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds)
+        carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds, settings.tls)
         hub.start_carry = carrier.start
-        proxy = RolloutProxy(hub, settings.max_rollout_calls)
+        proxy = RolloutProxy(hub, settings.max_rollout_calls, settings.tls)
         more = [add_channelz] if settings.channelz else []
-        server = await start_server(settings.listen, [*_services(hub, proxy), *more])
-        beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value)))
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        server = await start_server(settings.listen, [*_services(hub, proxy), *more], security)
+        beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value), tls=settings.tls))
         page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, trusted=settings.web_trusted))
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        await loop.run_in_executor(writer, ledger.close)
+        return ExitCode.CONFIG
     except OSError as error:
         log.error("port_unavailable", cause=str(error))
         await beside.aclose()

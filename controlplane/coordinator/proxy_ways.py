@@ -14,13 +14,14 @@ from controlplane.rollout.policies import BySession
 from controlplane.rollout.routing import Route
 from controlplane.rollout.wire import routes_from_proto
 from controlplane.rpc.channels import SMALL_WINDOWS
+from controlplane.rpc.security import PLAIN, TlsSettings
 
 
 class ProxyWay:
     """The routable engines of one model, followed from the hub (INV-10), and the channels to them."""
 
-    def __init__(self, hub: Hub, model: ModelName) -> None:
-        self.connections = Connections(SMALL_WINDOWS)
+    def __init__(self, hub: Hub, model: ModelName, tls: TlsSettings) -> None:
+        self.connections = Connections(tls, SMALL_WINDOWS)
         self.board = RouteBoard(self.connections)
         self._hub = hub
         self._model = model
@@ -52,8 +53,9 @@ class ProxyWay:
 class ProxyWays:
     """One for each model that was asked for."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: Hub, tls: TlsSettings = PLAIN) -> None:
         self._hub = hub
+        self._tls = tls
         self._ways: dict[ModelName, ProxyWay] = {}
 
     def of(self, run_id: str, model: str) -> ProxyWay:
@@ -64,7 +66,7 @@ class ProxyWays:
         if name not in known:
             raise e.WrongModel(expected=", ".join(sorted(known)) or "none yet", got=model)
         if name not in self._ways:
-            self._ways[name] = ProxyWay(self._hub, name)
+            self._ways[name] = ProxyWay(self._hub, name, self._tls)
         return self._ways[name]
 
     async def close(self) -> None:

@@ -32,6 +32,7 @@ from controlplane.rollout.routing import Route
 from controlplane.rollout.wire import FINISH_REASONS
 from controlplane.rpc.codec import pin_from_proto, seconds_from_proto, seconds_to_proto
 from controlplane.rpc.errors import RemoteError
+from controlplane.rpc.security import PLAIN, TlsSettings
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -52,10 +53,11 @@ Asked = TypeVar("Asked", rollout_pb2.GenerateRequest, rollout_pb2.ScoreRequest)
 class RolloutProxy(rollout_pb2_grpc.RolloutServicer):
     """Serves every model of the run."""
 
-    def __init__(self, hub: Hub, max_calls: int = MAX_CALLS) -> None:
+    def __init__(self, hub: Hub, max_calls: int = MAX_CALLS, tls: TlsSettings = PLAIN) -> None:
+        """`tls`: as the coordinator it calls engines. Who may call it was asked at its own port."""
         self._hub = hub
         self._calls = ProxiedCalls(max_calls)
-        self._ways = ProxyWays(hub)
+        self._ways = ProxyWays(hub, tls)
 
     async def close(self) -> None:
         """After the server's: nobody calls any more."""

@@ -13,6 +13,7 @@ import structlog
 from controlplane.coordinator import views
 from controlplane.coordinator.hub import Hub
 from controlplane.core import fleet_events as events
+from controlplane.core.access import Role, check_speaks_as
 from controlplane.core.engine_state import Refusal
 from controlplane.core.errors import FrameOutOfOrder, PeerLost
 from controlplane.core.fleet_records import CheckpointKept
@@ -38,6 +39,7 @@ from controlplane.rpc.plan_codec import (
     sends_from_proto,
     transport_from_proto,
 )
+from controlplane.rpc.security import caller
 from weightplane.v1 import engine_pb2, fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -93,6 +95,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             await self._hub.handle(_status_event(session, frame))
 
     async def BeginUpdate(self, request: fleet_pb2.BeginUpdateRequest, context: Any) -> fleet_pb2.BeginUpdateResponse:
+        self._check_holder(ModelName(request.model), request.term)
         limit = seconds_from_proto(request.ready_limit) if request.HasField("ready_limit") else None
         update = await self._hub.begin_update(
             events.UpdateRequested(
@@ -123,6 +126,9 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
 
     async def AbortUpdate(self, request: fleet_pb2.AbortUpdateRequest, context: Any) -> fleet_pb2.AbortUpdateResponse:
         update_id = UpdateId(request.update_id)
+        update = self._hub.core.updates.get(update_id)
+        if update is not None:
+            self._check_holder(update.model, request.term)
         await self._hub.handle(
             events.AbortRequested(RunId(request.run_id), update_id, Term(request.term), request.reason)
         )
@@ -134,12 +140,14 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         self, request: fleet_pb2.PublishCheckpointRequest, context: Any
     ) -> fleet_pb2.PublishCheckpointResponse:
         kept = _checkpoint(request.checkpoint)
+        self._check_holder(kept.model, request.term)
         await self._hub.handle(events.CheckpointPublished(RunId(request.run_id), Term(request.term), kept))
         return fleet_pb2.PublishCheckpointResponse()
 
     async def RetireCheckpoint(
         self, request: fleet_pb2.RetireCheckpointRequest, context: Any
     ) -> fleet_pb2.RetireCheckpointResponse:
+        self._check_holder(ModelName(request.model), request.term)
         await self._hub.handle(
             events.CheckpointRetired(
                 RunId(request.run_id), ModelName(request.model), Term(request.term), request.number
@@ -153,6 +161,12 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         model = ModelName(request.model)
         async for routes in self._hub.watch_routes(request.run_id, model, kept=request.include_kept):
             yield routes
+
+    def _check_holder(self, model: ModelName, term: int) -> None:
+        """INV-7: a term is its holder's own; who was fenced is told so by the core."""
+        holder = self._hub.core.trainers.get(model)
+        if holder is not None and holder.term == term:
+            check_speaks_as(caller(), Role.TRAINER, holder.trainer_id)
 
 
 class OperatorService(operator_pb2_grpc.OperatorServicer):
@@ -234,6 +248,7 @@ def _hello_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event:
 
 
 def _engine_event(session: int, hello: fleet_pb2.EngineHello) -> events.EngineConnected:
+    check_speaks_as(caller(), Role.ENGINE, hello.status.engine.engine_id)
     return events.EngineConnected(
         session,
         engine_place_from_proto(hello),
@@ -265,6 +280,7 @@ def _refused(status: engine_pb2.EngineStatus) -> Refusal | None:
 
 
 def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> events.TrainerConnected:
+    check_speaks_as(caller(), Role.TRAINER, hello.trainer_id)
     return events.TrainerConnected(
         session,
         RunId(hello.run_id),

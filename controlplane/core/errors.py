@@ -4,6 +4,7 @@
     ├── Refused            bad or untimely input: nothing was touched, nothing is lost
     │   ├── layout         LayoutInvalid, LayoutUnknown, ManifestIncomplete, UnknownTensor, ShapeMismatch,
     │   │                  DtypeMismatch, FormatMismatch
+    │   ├── access         Unauthenticated, PermissionDenied, IdentityMismatch
     │   ├── identity       WrongRun, WrongModel, WrongIncarnation, UnknownEngine, UnknownUpdate, IncompatibleNode
     │   ├── fencing        StaleTerm, LeaseHeld, NotWelcomed, CoordinatorRecovering, LedgerRegressed, DevicesTaken
     │   ├── version        StaleVersion, VersionConflict, BaseMismatch, UpdateInProgress, UpdateAborted, NoEngines,
@@ -16,7 +17,7 @@
     │                      UnsupportedByEngine
     └── Failed             something was tried and did not work; the text says what is true now
         ├── InstallFailed, InstallTimedOut, CanaryFailed, CanaryDisagrees, SpanMismatch, ScoreIncomplete, EngineDied
-        └── UpdateFailed, CheckFailed, DeadlineExceeded, PeerLost, LinkFailed, IpcNotPossible, LedgerError
+        └── UpdateFailed, CheckFailed, DeadlineExceeded, PeerLost, TlsFailed, LinkFailed, IpcNotPossible, LedgerError
 
 Each class has one `reason` (ErrorInfo.reason on the wire) and its ids and numbers as attributes,
 which are also its metadata. `controlplane.rpc.errors` maps each class to one gRPC status; a test
@@ -134,6 +135,40 @@ class FormatMismatch(Refused):
     template = "the engine's weights are in format {expected}, the layout is in {got}"
     expected: str
     got: str
+
+
+# ---- access -------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Unauthenticated(Refused):
+    """The caller did not prove who it is. The cause never quotes what it showed."""
+
+    reason = "UNAUTHENTICATED"
+    template = "who calls is not known: {cause}"
+    cause: str
+
+
+@dataclass(eq=False)
+class PermissionDenied(Refused):
+    """The caller is known, and may not call this."""
+
+    reason = "PERMISSION_DENIED"
+    template = "{method} is not for {caller}: it wants {wanted}, the caller has {had}"
+    method: str
+    caller: str
+    wanted: str
+    had: str
+
+
+@dataclass(eq=False)
+class IdentityMismatch(Refused):
+    """The caller may call this, but not in that name."""
+
+    reason = "IDENTITY_MISMATCH"
+    template = "{caller} may not speak as {claimed}"
+    caller: str
+    claimed: str
 
 
 # ---- identity -----------------------------------------------------------------------------------
@@ -666,6 +701,16 @@ class DeadlineExceeded(Failed):
 class PeerLost(Failed):
     reason = "PEER_LOST"
     template = "{peer} went away: {cause}"
+    peer: str
+    cause: str
+
+
+@dataclass(eq=False)
+class TlsFailed(Failed):
+    """No connection comes about, and a look at the peer's port and at our own files said why."""
+
+    reason = "TLS_FAILED"
+    template = "no secure connection with {peer}: {cause}"
     peer: str
     cause: str
 

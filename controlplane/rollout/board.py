@@ -23,12 +23,15 @@ class RouteBoard:
         self.table = RoutingTable()
         self.refused: e.WeightplaneError | None = None
         """An answer that would be the same again: no routes come any more."""
+        self.lost = ""
+        """Why the coordinator is not heard; empty while it is."""
         self._connections = connections
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
 
     def take(self, routes: Routes) -> None:
         """These are the routes now; channels to other engines close once nobody uses them."""
+        self.lost = ""
         self.table.replace(routes)
         self._connections.keep([r.endpoint for r in routes.routes])
         self.wake()

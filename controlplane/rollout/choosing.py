@@ -115,4 +115,6 @@ class Choosing:
             return e.VersionUnavailable(wanted=str(search.pin), applied=str(applied))
         waited = round(time.monotonic() - search.started, 1)
         target = f"a routable engine of model {search.model} from the coordinator at {self._coordinator}"
+        if self._board.lost:
+            target += f" ({self._board.lost})"
         return e.DeadlineExceeded(phase="route", waited_for=target, waited_seconds=waited)

@@ -35,6 +35,7 @@ from controlplane.rollout.sample import Assembly, Delta, Sample, Scores
 from controlplane.rollout.watching import RouteWatch
 from controlplane.rollout.wire import delta_from_proto
 from controlplane.rpc.codec import pin_to_proto, seconds_to_proto, version_from_proto
+from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.validation import validate
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
@@ -62,6 +63,7 @@ class RolloutClient:
         policy: Policy | None = None,
         on_loss: OnLoss = "fail",
         include_kept: bool = False,
+        tls: TlsSettings = PLAIN,
     ) -> None:
         """`wait_seconds` bounds the wait for an engine that may serve; `deadline_seconds` a whole sample.
 
@@ -69,16 +71,17 @@ class RolloutClient:
         request (`LeastLoaded`, `PowerOfTwo`, `BySession`). `on_loss`: what becomes of a sample with tokens whose
         engine goes away, or that an engine cut for an update: `resume` it at another engine from the tokens that it
         has, `restart` it, or `fail`: raise, or hand out what was cut. `include_kept`: samples with `exact_version` may
-        go to engines that stay at that version while the fleet moves on (`weightplane engines hold`).
+        go to engines that stay at that version while the fleet moves on (`weightplane engines hold`). `tls`: how the
+        client proves who it is (role rollout), by a certificate or a token.
         """
         self._coordinator = coordinator
         self._model = ModelName(model)
         self._wait_seconds = wait_seconds
         self._deadline_seconds = deadline_seconds
         self._on_loss = on_loss
-        self._connections = Connections()
+        self._connections = Connections(tls)
         run = None if run_id is None else RunId(run_id)
-        self._watch = RouteWatch(coordinator, self._model, run, self._connections, include_kept=include_kept)
+        self._watch = RouteWatch(coordinator, self._model, run, self._connections, include_kept=include_kept, tls=tls)
         self._choosing = Choosing(self._watch, policy or LeastLoaded(), coordinator)
         self._running = Running(self._connections, self._model, self._watch.wake)
         self._watcher: asyncio.Task[None] | None = None
@@ -136,6 +139,7 @@ class RolloutClient:
         Raises:
             InvalidRequest, FrameInvalid: the request cannot be served anywhere.
             WrongRun: the coordinator leads another run than `run_id`.
+            Unauthenticated, PermissionDenied: what `tls` shows is not known there, or not of a rollout's role.
             DeadlineExceeded: no engine was routable in time, or the sample did not end in time.
             VersionUnavailable, EngineNotReady, EnginePoisoned, EngineDied, LimitExceeded: the last engine's answer,
                 after every engine was tried until `wait_seconds` had passed.

@@ -13,13 +13,15 @@ from contextlib import contextmanager
 import grpc
 
 from controlplane.rpc.channels import open_channel
+from controlplane.rpc.security import PLAIN, TlsSettings
 
 
 class Connections:
     """Not thread-safe: one event loop owns it."""
 
-    def __init__(self, options: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(self, tls: TlsSettings = PLAIN, options: Sequence[tuple[str, int]] = ()) -> None:
         """`options`: of its channels, beside the common ones."""
+        self._tls = tls
         self._options = options
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._users: Counter[str] = Counter()
@@ -30,7 +32,7 @@ class Connections:
     def use(self, endpoint: str) -> Iterator[grpc.aio.Channel]:
         """The channel to `endpoint`, kept open while the block runs."""
         if endpoint not in self._channels:
-            self._channels[endpoint] = open_channel(endpoint, self._options)
+            self._channels[endpoint] = open_channel(endpoint, self._tls, self._options)
         self._users[endpoint] += 1
         try:
             yield self._channels[endpoint]

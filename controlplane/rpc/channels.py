@@ -10,12 +10,16 @@ from collections.abc import Sequence
 
 import grpc
 
+from controlplane.rpc.security.channel import SecuredChannel
+from controlplane.rpc.security.settings import PLAIN, TlsSettings
+
 KEEPALIVE_SECONDS = 10
 PING_TIMEOUT_SECONDS = 5
 """A peer that is stopped or cut off is noticed after at most KEEPALIVE + PING_TIMEOUT seconds."""
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """gRPC's own default, kept: a limit is a feature. Bulk bytes go in chunks of 1 MiB or by shared memory."""
 MAX_RECONNECT_BACKOFF_MS = 2_000
+CONNECT_OPTION = "grpc.min_reconnect_backoff_ms"
 
 _BOTH = [
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
@@ -32,12 +36,19 @@ CHANNEL_OPTIONS = [
     *_BOTH,
     # The default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.min_reconnect_backoff_ms", 500),
+    (CONNECT_OPTION, 500),
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
     # A proxy of the environment must not carry in-cluster calls.
     ("grpc.enable_http_proxy", 0),
     # Agents restart on the same port: a channel must not share a dead subchannel with an older one.
     ("grpc.use_local_subchannel_pool", 1),
+]
+HANDSHAKE_SECONDS = 10
+HANDSHAKE_OPTION = "grpc.server_handshake_timeout_ms"
+SECURED_CHANNEL_OPTIONS = [
+    *(option for option in CHANNEL_OPTIONS if option[0] != CONNECT_OPTION),
+    # It also ends an attempt to connect: a TLS handshake on a busy or a far host takes more than half a second.
+    (CONNECT_OPTION, 5_000),
 ]
 SERVER_OPTIONS = [
     *_BOTH,
@@ -45,6 +56,8 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),
     # Else clients that ping as above are sent away with too_many_pings.
     ("grpc.http2.min_ping_interval_without_data_ms", PING_TIMEOUT_SECONDS * 1000),
+    # Who connects and says nothing holds a socket for two minutes otherwise.
+    (HANDSHAKE_OPTION, HANDSHAKE_SECONDS * 1000),
 ]
 SMALL_WINDOWS = (
     # Else a stream's window grows to megabytes, which lie here while whoever they are for reads nothing.
@@ -53,7 +66,12 @@ SMALL_WINDOWS = (
 """For who hands messages on: what it holds of a stream stays at HTTP/2's 64 KiB."""
 
 
-def open_channel(target: str, more: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
+def open_channel(target: str, tls: TlsSettings = PLAIN, more: Sequence[tuple[str, int]] = ()) -> grpc.aio.Channel:
     """A channel to `host:port` (IPv6 hosts in brackets). It connects on first use and reconnects by itself. `more`:
-    options beside the common ones."""
-    return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *more])
+    options beside the common ones.
+
+    With `tls` a call raises TlsFailed where its files cannot be used.
+    """
+    if tls.ca is None and tls.token is None:
+        return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *more])
+    return SecuredChannel(target, tls, [*SECURED_CHANNEL_OPTIONS, *more])

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
+from google.protobuf.message import DecodeError
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -29,6 +30,9 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.ShapeMismatch: _C.INVALID_ARGUMENT,
     e.DtypeMismatch: _C.INVALID_ARGUMENT,
     e.FormatMismatch: _C.INVALID_ARGUMENT,
+    e.Unauthenticated: _C.UNAUTHENTICATED,
+    e.PermissionDenied: _C.PERMISSION_DENIED,
+    e.IdentityMismatch: _C.PERMISSION_DENIED,
     e.WrongRun: _C.FAILED_PRECONDITION,
     e.WrongModel: _C.FAILED_PRECONDITION,
     e.WrongIncarnation: _C.FAILED_PRECONDITION,
@@ -83,6 +87,7 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.CheckFailed: _C.FAILED_PRECONDITION,
     e.DeadlineExceeded: _C.DEADLINE_EXCEEDED,
     e.PeerLost: _C.UNAVAILABLE,
+    e.TlsFailed: _C.UNAVAILABLE,
     e.LinkFailed: _C.UNAVAILABLE,
     e.IpcNotPossible: _C.FAILED_PRECONDITION,
     e.LedgerError: _C.INTERNAL,
@@ -111,7 +116,7 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
     return status
 
 
-_LOST_STATUS = "Internal error from Core"
+LOST_STATUS = "Internal error from Core"
 """What grpcio says in place of the peer's status when that status meets a write on its way (grpc/grpc#36066)."""
 
 
@@ -120,9 +125,13 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> e.WeightplaneError:
 
     A status that was lost on its way is a broken connection: UNAVAILABLE, so that the next try hears the true one.
     """
-    info = _error_info(error)
-    typed = e.rebuild(info.reason, info.metadata) if info is not None else None
-    lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == _LOST_STATUS
+    try:
+        info = _error_info(error)
+        typed = e.rebuild(info.reason, info.metadata) if info is not None else None
+    except (ValueError, DecodeError):
+        # Details that are not what they should be; or the peer's status met our own deadline, and the code is ours.
+        typed = None
+    lost = error.code() is grpc.StatusCode.INTERNAL and error.details() == LOST_STATUS
     code = grpc.StatusCode.UNAVAILABLE if lost else error.code()
     return typed or RemoteError(code=code.name, text=error.details() or "")
 

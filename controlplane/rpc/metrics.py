@@ -9,18 +9,22 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from controlplane.rpc.addresses import split_address
 from controlplane.rpc.ports import PortUnavailable
+from controlplane.rpc.security.settings import PLAIN, TlsSettings
 from weightplane.v1 import weight_update_pb2
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 """Buckets: from a round trip on one host to the longest limits."""
 LOOP_SECONDS = 0.25
 """How often a daemon looks whether its event loop keeps up."""
+
 
 REFUSALS = Counter("weightplane_refusals", "Calls that ended with a typed error.", ["method", "reason"])
 INTERNAL_ERRORS = Counter(
@@ -68,9 +72,11 @@ def transport_label(transport: weight_update_pb2.Transport.ValueType) -> str:
     return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
 
 
-def serve_metrics(listen: str, *collectors: Collector) -> Callable[[], None]:
+def serve_metrics(listen: str, *collectors: Collector, tls: TlsSettings = PLAIN) -> Callable[[], None]:
     """Answer GET /metrics at host:port with this process' metrics and those of `collectors`, in a thread of its own.
     Does nothing if `listen` is empty. What is returned ends it.
+
+    With a certificate it speaks TLS, and asks for one unless tokens are what callers show elsewhere.
 
     Raises:
         PortUnavailable: with the address.
@@ -80,9 +86,9 @@ def serve_metrics(listen: str, *collectors: Collector) -> Callable[[], None]:
     registry = CollectorRegistry()
     for collector in (_OfProcess(), *collectors):
         registry.register(collector)
-    host, _, port = listen.rpartition(":")
+    host, port = split_address(listen)
     try:
-        server, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
+        server, thread = start_http_server(port, addr=host, registry=registry, **_certificates(tls))
     except OSError as error:
         raise PortUnavailable(f"cannot serve metrics on {listen}: {error.strerror or error}") from error
 
@@ -92,6 +98,13 @@ def serve_metrics(listen: str, *collectors: Collector) -> Callable[[], None]:
         thread.join()
 
     return stop
+
+
+def _certificates(tls: TlsSettings) -> dict[str, Any]:
+    if not tls.serves_tls:
+        return {}
+    files = {"certfile": str(tls.cert), "keyfile": str(tls.key), "client_cafile": str(tls.ca)}
+    return {**files, "client_auth_required": tls.tokens is None}
 
 
 class _OfProcess(Collector):

@@ -1,12 +1,13 @@
 """How we serve: one way to build a server, for the coordinator and for both agents.
 
-Every handler runs inside one interceptor that validates what comes in, turns typed errors into
+Every handler runs inside one interceptor that asks who calls, validates what comes in, turns typed errors into
 statuses, and lets no foreign exception's text out. The port is bound before anyone is told of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
@@ -16,16 +17,19 @@ from typing import Any
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from controlplane.core.errors import WeightplaneError
+from controlplane.config import ConfigError
+from controlplane.core.errors import FrameInvalid, WeightplaneError
 from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
 from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
 from controlplane.rpc.ports import PortUnavailable as PortUnavailable
+from controlplane.rpc.security.guard import Guard, ServerSecurity
 from controlplane.rpc.validation import validate
 
 log = structlog.get_logger(__name__)
@@ -56,7 +60,12 @@ class RunningServer:
         await self.server.stop(STOP_GRACE_SECONDS)
 
 
-async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server], str]]) -> RunningServer:
+OPEN = ServerSecurity()
+
+
+async def start_server(
+    listen: str, register: Iterable[Callable[[grpc.aio.Server], str]], security: ServerSecurity = OPEN
+) -> RunningServer:
     """Bind `listen` (host:port; port 0 for any free one), register services, and serve.
 
     Each item of `register` adds a servicer and returns its service's full name. Health says NOT_SERVING until
@@ -64,16 +73,20 @@ async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server
 
     Raises:
         PortUnavailable: with the address.
+        ConfigError: the address is open to others without TLS, or the files of `security` cannot be used.
     """
+    guard = _guard(security)
     server = grpc.aio.server(
-        interceptors=[_Boundary()], options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
+        interceptors=[_Boundary(guard)], options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_CONCURRENT_RPCS
     )
     names = tuple(add(server) for add in register)
     health = HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     enable_documented_reflection((*names, "grpc.health.v1.Health", reflection.SERVICE_NAME), server)
     try:
-        port = server.add_insecure_port(listen)
+        port = guard.bind(server, listen)
+    except ValueError as error:
+        raise ConfigError("", str(error)) from error
     except RuntimeError as error:
         raise PortUnavailable(f"cannot listen on {listen}: it is in use, or not an address of this host") from error
     running = RunningServer(server, health, f"{listen.rpartition(':')[0]}:{port}", names)
@@ -82,8 +95,20 @@ async def start_server(listen: str, register: Iterable[Callable[[grpc.aio.Server
     return running
 
 
+def _guard(security: ServerSecurity) -> Guard:
+    try:
+        return Guard(security)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("", str(error)) from error
+
+
 class _Boundary(grpc.aio.ServerInterceptor):
-    """The outermost layer of every call: validation in, typed errors out."""
+    """The outermost layer of every call: who calls is asked, validation in, typed errors out."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
 
     async def intercept_service(
         self,
@@ -92,13 +117,17 @@ class _Boundary(grpc.aio.ServerInterceptor):
     ) -> grpc.RpcMethodHandler[Any, Any] | None:
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
-        # Reflection and health are not ours: their messages declare no rules, their errors are their own.
-        if handler is None or not method.startswith("/weightplane."):
-            return handler  # type: ignore[no-any-return]
-        wrap = _stream_response if handler.response_streaming else _unary_response
+        ours = method.startswith("/weightplane.")
+        if handler is None:
+            return None
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
-        behaviour = wrap(inner, _checked_stream if handler.request_streaming else _checked, method)
-        return _handler_like(handler, behaviour)
+        # Reflection and health are not ours: their messages declare no rules.
+        whole, stream = (_checked, _checked_stream) if ours else (_decoded, _decoded_stream)
+        check = stream if handler.request_streaming else whole
+        # Those of health write their answers, and yield none.
+        yields = handler.response_streaming and (ours or inspect.isasyncgenfunction(inner))
+        wrap = _stream_response if yields else _unary_response
+        return _handler_like(handler, wrap(inner, check, method, self._guard))
 
 
 def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, Any]:
@@ -108,24 +137,54 @@ def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, An
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[(handler.request_streaming, handler.response_streaming)]
-    made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, handler.request_deserializer, handler.response_serializer)
+    decode = _decoder(handler.request_deserializer)
+    made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, decode, handler.response_serializer)
     return made
 
 
+class _Undecodable:
+    """What came in place of a message. gRPC itself would end the call with an error that says nothing."""
+
+
+def _decoder(decode: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
+    def decoded(data: bytes) -> Any:
+        try:
+            return decode(data)
+        except DecodeError:
+            return _UNDECODABLE
+
+    return decoded
+
+
+_UNDECODABLE = _Undecodable()
+
+
+def _decoded(request: Any) -> Any:
+    if request is _UNDECODABLE:
+        raise FrameInvalid(message="request", field="bytes", problem="they are no message of this call")
+    return request
+
+
 def _checked(request: Any) -> Any:
-    validate(request)
+    validate(_decoded(request))
     return request
 
 
 async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        validate(request)
+        validate(_decoded(request))
         yield request
 
 
-def _unary_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
+async def _decoded_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _decoded(request)
+
+
+def _unary_response(inner: Any, check: Callable[[Any], Any], method: str, guard: Guard) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
         try:
+            guard.admit(method, context)
             return await inner(check(request), context)
         except Exception as error:
             await _abort(context, error, method)
@@ -133,9 +192,10 @@ def _unary_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any
     return call
 
 
-def _stream_response(inner: Any, check: Callable[[Any], Any], method: str) -> Any:
+def _stream_response(inner: Any, check: Callable[[Any], Any], method: str, guard: Guard) -> Any:
     async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
         try:
+            guard.admit(method, context)
             # Closed at once when the caller leaves: a handler's clean-up must not wait for the collector.
             async with aclosing(inner(check(request), context)) as responses:
                 async for response in responses:
@@ -154,6 +214,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
         await context.abort_with_status(to_status(error))
     if isinstance(error, grpc.aio.AbortError):
         raise error
+    if isinstance(error, NotImplementedError):
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, f"{method} is not served here")
     INTERNAL_ERRORS.labels(method).inc()
     error_id = uuid.uuid4().hex[:12]
     log.error("call_failed", method=method, error_id=error_id, exc_info=error)

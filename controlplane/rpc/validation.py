@@ -17,6 +17,10 @@ from google.protobuf.message import Message
 from controlplane.core.errors import FrameInvalid
 from weightplane.v1 import rules_pb2
 
+MAX_STRUCT_DEPTH = 8
+"""Of lists and tables in one another, in a field that takes any JSON: whoever reads it does so by recursion."""
+MAX_STRUCT_VALUES = 10_000
+
 Check = Callable[[Any], None]
 """Takes a message (or a value) and raises `_Broken`."""
 
@@ -152,6 +156,8 @@ def _value_check(field: FieldDescriptor, rules: rules_pb2.FieldRules | None) -> 
 
 
 def _message_check(descriptor: Descriptor) -> Check | None:
+    if descriptor.full_name == "google.protobuf.Struct":
+        return _struct_check
     if descriptor.full_name.startswith("google.protobuf.") or not _has_rules(descriptor):
         return None
 
@@ -160,6 +166,27 @@ def _message_check(descriptor: Descriptor) -> Check | None:
             inner(value)
 
     return check
+
+
+def _struct_check(value: Any) -> None:
+    """Level by level, so that its depth is known before anybody recurses into it."""
+    level: list[Any] = list(value.fields.values())
+    count, depth = 0, 1
+    while level:
+        count += len(level)
+        if depth > MAX_STRUCT_DEPTH:
+            raise _Broken(f"may be nested at most {MAX_STRUCT_DEPTH} deep")
+        if count > MAX_STRUCT_VALUES:
+            raise _Broken(f"may have at most {MAX_STRUCT_VALUES} values")
+        level = [inner for outer in level for inner in _inside(outer)]
+        depth += 1
+
+
+def _inside(value: Any) -> list[Any]:
+    kind = value.WhichOneof("kind")
+    if kind == "struct_value":
+        return list(value.struct_value.fields.values())
+    return list(value.list_value.values) if kind == "list_value" else []
 
 
 @cache

@@ -28,6 +28,10 @@ NOT_HERE = {
     "IPC_NOT_POSSIBLE": "said of device memory, which is not modelled",
     "REQUEST_ABORTED": "said of scores, which are not modelled",
     "SCORE_INCOMPLETE": "said of scores, which are not modelled",
+    **dict.fromkeys(
+        ("UNAUTHENTICATED", "PERMISSION_DENIED", "IDENTITY_MISMATCH", "TLS_FAILED"),
+        "said at ports, of certificates and tokens, which are not modelled",
+    ),
     "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }

@@ -15,6 +15,7 @@ import grpc
 import structlog
 import xxhash
 
+from controlplane.core.access import Role, check_speaks_as
 from controlplane.core.errors import (
     DeadlineExceeded,
     FrameOutOfOrder,
@@ -23,6 +24,7 @@ from controlplane.core.errors import (
     UnknownEngine,
     WrongRun,
 )
+from controlplane.rpc.security import caller
 from engine_agent.engine import SegmentSpan
 from weightplane.local.v1 import member_pb2 as pb
 from weightplane.local.v1 import member_pb2_grpc
@@ -155,6 +157,7 @@ class Members(member_pb2_grpc.EngineMembersServicer):
             raise WrongRun(expected=self._run_id, got=hello.run_id)
         if hello.engine_id != self._engine_id:
             raise UnknownEngine(engine_id=hello.engine_id)
+        check_speaks_as(caller(), Role.ENGINE, hello.engine_id)
         if len(self._links) >= self._wanted:
             raise InvalidRequest("hello", f"{self._engine_id} has {self._wanted} members, and all of them are here")
 

@@ -22,6 +22,8 @@ from controlplane.core.errors import WeightplaneError
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.security import PLAIN, TlsSettings
+from controlplane.rpc.security.diagnosis import explained
 from controlplane.rpc.server import wait_for_signal
 from engine_agent.vllm.lineage import agent_identity
 from weightplane.local.v1 import member_pb2 as pb
@@ -48,6 +50,8 @@ class MemberSettings:
     """The run that the engine belongs to."""
     model: Path | None = None
     """Directory of the model on this node, where it is another than on the agent's."""
+    tls: TlsSettings = PLAIN
+    """How it proves that it is the engine's: see docs/security.md."""
 
 
 class Copy:
@@ -80,7 +84,7 @@ class Copy:
 async def run_member(settings: MemberSettings, stop: asyncio.Event | None = None) -> int:
     """Until SIGINT, SIGTERM or `stop`. Returns the exit code."""
     signalled = asyncio.create_task(wait_for_signal(stop or asyncio.Event()))
-    channel = open_channel(settings.head)
+    channel = open_channel(settings.head, settings.tls)
     try:
         while not signalled.done():
             life = asyncio.create_task(_Life(settings, channel).run())
@@ -123,8 +127,8 @@ class _Life:
             await call.code()
             log.info("member_released")
         except grpc.aio.AioRpcError as error:
-            refusal = from_rpc_error(error)
-            if refusal.reason in ("WRONG_RUN", "UNKNOWN_ENGINE"):
+            refusal = await explained(from_rpc_error(error), self._settings.head, self._settings.tls)
+            if refusal.reason in ("WRONG_RUN", "UNKNOWN_ENGINE", "PERMISSION_DENIED", "IDENTITY_MISMATCH"):
                 raise refusal from error
             log.warning("member_stream_ended", reason=refusal.reason, text=str(refusal))
         finally:

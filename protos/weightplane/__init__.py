@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from controlplane.rollout.client import RolloutClient
     from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
     from controlplane.rollout.staleness import StalenessGuard
+    from controlplane.rpc.security.settings import TlsSettings
     from trainer_agent.adapters.updater import WeightplaneUpdater
     from trainer_agent.adapters.vllm_client import WeightplaneSyncClient
     from trainer_agent.megatron.source import MegatronSource
@@ -41,6 +42,7 @@ __all__ = [
     "RolloutsAhead",
     "SamplingSettings",
     "StalenessGuard",
+    "TlsSettings",
     "TrainerRank",
     "WeightVersion",
     "WeightplaneSyncClient",
@@ -63,6 +65,7 @@ _HOMES = {
     "RolloutsAhead": "controlplane.rollout.ahead",
     "SamplingSettings": "controlplane.core.sampling",
     "StalenessGuard": "controlplane.rollout.staleness",
+    "TlsSettings": "controlplane.rpc.security.settings",
     "TrainerRank": "trainer_agent.rank",
     "WeightVersion": "controlplane.core.versions",
     "WeightplaneSyncClient": "trainer_agent.adapters.vllm_client",

@@ -220,10 +220,10 @@ async def test_L6_what_is_published_is_the_port_that_was_bound_and_it_is_bound_w
         await goes_on.wait()
         return await start(self)
 
-    async def noted(listen: str, register: Any) -> Any:
+    async def noted(*arguments: Any) -> Any:
         from controlplane.rpc.server import start_server
 
-        server = await start_server(listen, register)
+        server = await start_server(*arguments)
         bound.put_nowait(server.address)
         return server
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from controlplane.core.errors import EngineDied
 from controlplane.core.sampling import SamplingSettings
+from controlplane.rpc.security import ServerSecurity
 from controlplane.rpc.server import start_server
 from engine_agent.agent import EngineSettings, _members, _services
 from engine_agent.life import EngineLifeHolder
@@ -53,7 +54,8 @@ async def main() -> None:
     settings = EngineSettings("engine-0", vllm=vllm)
     members = _members(settings)
     assert members is not None
-    server = await start_server(listen, _services(EngineLifeHolder(), settings, asyncio.Event(), members))
+    services = _services(EngineLifeHolder(), settings, asyncio.Event(), members)
+    server = await start_server(listen, services, ServerSecurity(insecure=True))  # a network of its own
     engine = VllmEngine(vllm, "engine-0", further=FurtherNodes(members, vllm, "engine-0"))
     facts = await engine.start()
     say(world_size=facts.world_size, local_pids=len(facts.pids))

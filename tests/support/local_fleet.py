@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import layout_to_parts
+from controlplane.rpc.security import PLAIN, TlsSettings
 from engine_agent.agent import EngineSettings, run_engine
 from engine_agent.memory_engine import MemorySettings
 from tests.support.eventually import eventually
@@ -142,8 +143,10 @@ class Stream:
 class LocalFleet:
     """The running parts, and a trainer's lease held by this test."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, tls_of: Callable[[str], TlsSettings] = lambda node: PLAIN) -> None:
+        """`tls_of`: by `ROLE/NAME`, who each part is; the test itself is `admin/test`."""
         self.directory = directory
+        self.tls_of = tls_of
         self.address = ""
         self.term = 0
         self.stops: dict[str, asyncio.Event] = {}
@@ -163,12 +166,20 @@ class LocalFleet:
             "heartbeat_seconds": 0.1,
             "lease_ttl_seconds": 2.0,
             "address_file": address_file,
+            "tls": self.tls_of("coordinator/*"),
         }
         self._start("coordinator", run_coordinator, CoordinatorSettings(**values | settings))
         await eventually(address_file.exists)
         self.address = address_file.read_text()
 
-    def start_engine(self, engine_id: str, *, apply: Literal["staged", "streaming"] = "staged", **memory: Any) -> None:
+    def start_engine(
+        self,
+        engine_id: str,
+        *,
+        apply: Literal["staged", "streaming"] = "staged",
+        listen: str = "127.0.0.1:0",
+        **memory: Any,
+    ) -> None:
         settings = EngineSettings(
             engine_id=engine_id,
             coordinator=self.address,
@@ -178,6 +189,8 @@ class LocalFleet:
             memory=MemorySettings(tensors=SHAPES, **memory),
             stream_idle_seconds=2.0,
             apply=apply,
+            listen=listen,
+            tls=self.tls_of(f"engine/{engine_id}"),
         )
         self._start(engine_id, run_engine, settings)
 
@@ -200,7 +213,7 @@ class LocalFleet:
 
     def channel(self, address: str) -> grpc.aio.Channel:
         if address not in self.channels:
-            self.channels[address] = open_channel(address)
+            self.channels[address] = open_channel(address, self.tls_of("admin/test"))
         return self.channels[address]
 
     @property

@@ -40,6 +40,8 @@ COMMANDS = [
     "health",
     "ledger",
     "ledger accept",
+    "certs dev",
+    "token new",
 ]
 HELP_CPU_SECONDS = 0.5
 NOBODY = "127.0.0.1:1"
@@ -96,6 +98,13 @@ def test_the_version_is_the_distributions() -> None:
         (["coordinator", "--set", "liste=1"], ExitCode.CONFIG, "liste: unknown key; did you mean listen?"),
         (["coordinator", "--set", "nothing"], ExitCode.CONFIG, "nothing: expected KEY=VALUE"),
         (["coordinator", "--config", "none.toml"], ExitCode.CONFIG, "none.toml: cannot be read"),
+        (["coordinator", "--listen", "0.0.0.0:0"], ExitCode.CONFIG, "listen: other hosts reach 0.0.0.0:0"),
+        (["coordinator", "--set", "tls.cert=a"], ExitCode.CONFIG, "tls: tls.cert and tls.key go together"),
+        (["--tls-cert", "a", "status"], ExitCode.CONFIG, "--tls-cert and --tls-key go together"),
+        (["certs", "dev", "/dev/null/x"], ExitCode.FAILED, "[Errno 20] Not a directory"),
+        (["certs", "dev", "x", "--node", "engine"], ExitCode.USAGE, "--node is ROLE/NAME"),
+        (["token", "new", "--role", "king", "--name", "x"], ExitCode.USAGE, "a role is one of coordinator, trainer"),
+        (["token", "new", "--role", "admin", "--name", "a b"], ExitCode.USAGE, "'a b' is no name of an identity"),
         (["coordinator", "--die-with-parent", "1"], ExitCode.FAILED, "process 1 is not the parent of this one"),
     ],
 )
@@ -139,6 +148,9 @@ def test_a_trainer_without_a_script_is_told_how(tmp_path: Path) -> None:
         (e.EngineDied(engine_id="a", cause="signal 9"), ExitCode.ENGINE_FAILED),
         (e.PeerLost(peer="coordinator", cause="refused"), ExitCode.UNREACHABLE),
         (e.WrongRun(expected="a", got="b"), ExitCode.FAILED),
+        (e.Unauthenticated(cause="no token"), ExitCode.DENIED),
+        (e.PermissionDenied(method="/a/B", caller="c", wanted="admin", had="viewer"), ExitCode.DENIED),
+        (e.TlsFailed(peer="coordinator", cause="expired"), ExitCode.UNREACHABLE),
         (CommandFailed(ExitCode.RANKS_FAILED, "two ranks failed"), ExitCode.RANKS_FAILED),
         (KeyboardInterrupt(), ExitCode.INTERRUPTED),
     ],

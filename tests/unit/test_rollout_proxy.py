@@ -52,7 +52,7 @@ class World:
         self.stack.push_async_callback(self.proxy.close)
         self.stack.push_async_callback(server.stop)
         self.stub = rollout_pb2_grpc.RolloutStub(
-            await self.stack.enter_async_context(open_channel(server.address, SMALL_WINDOWS))
+            await self.stack.enter_async_context(open_channel(server.address, more=SMALL_WINDOWS))
         )
 
     async def engine(self, name: str, script: Script, **fields: Any) -> FakeEngine:

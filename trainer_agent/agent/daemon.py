@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.metrics import serve_metrics, watch_loop
+from controlplane.rpc.security import ServerSecurity
+from controlplane.rpc.security.diagnosis import Reached
 from controlplane.rpc.server import RunningServer
 from trainer_agent import segments
 from trainer_agent.agent.avoided import Avoided
@@ -69,7 +72,7 @@ class TrainerAgent:
         self._serving: RunningServer | None = None
         self._end_metrics: Callable[[], None] = lambda: None
         self._server = RankServer(socket_path, self)
-        self._stubs = Stubs(settings.coordinator, open_channel)
+        self._stubs = Stubs(settings.coordinator, partial(open_channel, tls=settings.tls))
         self._life = LastLife(settings.state_dir)
         self._checkpoints = _checkpoints(settings)
         self._avoided = Avoided()
@@ -89,11 +92,13 @@ class TrainerAgent:
         """Every rank that was there is gone."""
 
     async def start(self) -> None:
-        """Sweep what dead ranks left, and listen. Raises PortUnavailable."""
+        """Sweep what dead ranks left, and listen. Raises PortUnavailable, ConfigError."""
         segments.sweep()
-        self._end_metrics = serve_metrics(self._settings.metrics_listen, TrainerMetrics(self))
+        settings = self._settings
+        self._end_metrics = serve_metrics(settings.metrics_listen, TrainerMetrics(self), tls=settings.tls)
         self._spawn(watch_loop())
-        self._serving = await serve(self._lifecycle, self._settings.listen)
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        self._serving = await serve(self._lifecycle, settings.listen, security)
         await self._server.start()
         if self._settings.address_file is not None:
             self._settings.address_file.write_text(self._serving.address)
@@ -249,7 +254,10 @@ class TrainerAgent:
         life = ranks.incarnation
         try:
             run_id = self._run_id or await discover_run(
-                self._stubs.fleet, ranks.model, lambda error: self.waiting(life, error)
+                self._stubs.fleet,
+                ranks.model,
+                lambda error: self.waiting(life, error),
+                Reached(self._settings.coordinator, self._settings.tls),
             )
         except WeightplaneError as error:
             self.refused(life, error)
@@ -259,7 +267,8 @@ class TrainerAgent:
         hello = ranks.hello(run_id, settings.trainer_id, settings.chunk_bytes, settings.link_host)
         hello.ended_incarnation = self._life.ended_incarnation()
         hello.takeover = self._settings.takeover
-        self._session = FleetSession(self._stubs.fleet, hello, ranks.status, self)
+        reached = Reached(settings.coordinator, settings.tls)
+        self._session = FleetSession(self._stubs.fleet, hello, ranks.status, self, reached)
         self._session.start()
 
     async def _join_limit(self, ranks: RankSet, seconds: float) -> None:

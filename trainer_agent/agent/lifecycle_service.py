@@ -14,7 +14,8 @@ import structlog
 from controlplane import stacks
 from controlplane.core.errors import InvalidRequest, UnsupportedByEngine, WrongIncarnation, WrongRun
 from controlplane.rpc.codec import seconds_to_proto, stacks_to_proto
-from controlplane.rpc.server import RunningServer, start_server
+from controlplane.rpc.security import ServerSecurity
+from controlplane.rpc.server import OPEN, RunningServer, start_server
 from trainer_agent.agent.output import RankOutput
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.settings import TrainerSettings
@@ -158,14 +159,14 @@ class TrainerLifecycle(lifecycle_pb2_grpc.LifecycleServicer):
         return UnsupportedByEngine(engine_id=f"trainer agent {self._settings.trainer_id}", what=what)
 
 
-async def serve(service: TrainerLifecycle, listen: str) -> RunningServer:
-    """Raises PortUnavailable."""
+async def serve(service: TrainerLifecycle, listen: str, security: ServerSecurity = OPEN) -> RunningServer:
+    """Raises PortUnavailable, ConfigError."""
 
     def register(server: grpc.aio.Server) -> str:
         lifecycle_pb2_grpc.add_LifecycleServicer_to_server(service, server)
         return lifecycle_pb2.DESCRIPTOR.services_by_name["Lifecycle"].full_name
 
-    server = await start_server(listen, [register])
+    server = await start_server(listen, [register], security)
     await server.set_serving(True)
     log.info("trainer_serves", address=server.address)
     return server

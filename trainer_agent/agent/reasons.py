@@ -36,6 +36,8 @@ PERMANENT = frozenset(
         "MODEL_FROZEN",
         "UNSUPPORTED_BY_ENGINE",
         "STALE_TERM",
+        "PERMISSION_DENIED",
+        "IDENTITY_MISMATCH",
     }
 )
 """The next attempt, whole and with a new number, would meet these again."""
@@ -76,6 +78,8 @@ PASSING = frozenset(
         "LEDGER_ERROR",
         "DEADLINE_EXCEEDED",
         "PEER_LOST",
+        "UNAUTHENTICATED",
+        "TLS_FAILED",
         "CHECKSUM_MISMATCH",
         "BYTE_COUNT_MISMATCH",
         "INSTALL_FAILED",
@@ -96,7 +100,9 @@ PASSING = frozenset(
 )
 """The next attempt may do."""
 
-_COMES_BACK = frozenset({"COORDINATOR_RECOVERING", "LEDGER_REGRESSED", "LEDGER_ERROR", "PEER_LOST"})
+_PERSON = frozenset({"LEDGER_REGRESSED", "UNAUTHENTICATED", "TLS_FAILED"})
+"""Until a person acted: a certificate or a token that ran out in mid-training must not end the training."""
+_COMES_BACK = _PERSON | {"COORDINATOR_RECOVERING", "LEDGER_ERROR", "PEER_LOST"}
 """Said by a coordinator that will answer otherwise after a while: by itself, or once a person acted."""
 HELLO_WAITS = _COMES_BACK | {"LEASE_HELD", "DEADLINE_EXCEEDED"}
 """The session is tried again."""
@@ -154,7 +160,7 @@ def fences(error: WeightplaneError | None) -> bool:
 
 def waits_for_a_person(error: WeightplaneError) -> bool:
     """Nothing but a person ends it."""
-    return error.reason == "LEDGER_REGRESSED" or _knows_less(error)
+    return error.reason in _PERSON or _knows_less(error)
 
 
 def _knows_less(error: WeightplaneError) -> bool:

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import structlog
 
-from controlplane.core.errors import StaleTerm
+from controlplane.config import ConfigError
+from controlplane.core.errors import StaleTerm, TlsFailed
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.server import PortUnavailable
 from controlplane.supervision import Supervisor, Turns
@@ -51,6 +52,9 @@ async def run_trainer(settings: TrainerSettings, command: list[str]) -> int:
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
+    except (ConfigError, TlsFailed) as error:
+        log.error("config_refused", cause=str(error))
+        return ExitCode.CONFIG
     finally:
         supervisor.stopping()
         await agent.close()

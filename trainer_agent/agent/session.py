@@ -19,6 +19,7 @@ import structlog
 from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.rpc.codec import seconds_from_proto
 from controlplane.rpc.errors import RemoteError, from_rpc_error
+from controlplane.rpc.security.diagnosis import Reached
 from trainer_agent.agent import reasons
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -60,7 +61,10 @@ class FleetSession:
         hello: fleet_pb2.TrainerHello,
         status: Callable[[], fleet_pb2.TrainerStatus],
         events: SessionEvents,
+        reached: Reached | None = None,
     ) -> None:
+        """`reached`: where the coordinator is, for a look at why it cannot be reached."""
+        self._reached = reached or Reached()
         self._fleet = fleet
         self._hello = hello
         self._status = status
@@ -129,7 +133,7 @@ class FleetSession:
                 hear.cancel()
                 await asyncio.gather(beat, hear, return_exceptions=True)
         except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error) from error
+            raise await self._reached.explained(from_rpc_error(error)) from error
         except asyncio.InvalidStateError:
             # Written after the peer ended the stream: its status says why.
             raise await _status_of(call) from None
@@ -165,7 +169,10 @@ class FleetSession:
 
 
 async def discover_run(
-    fleet: fleet_pb2_grpc.FleetAsyncStub, model: str, waiting: Callable[[WeightplaneError], None]
+    fleet: fleet_pb2_grpc.FleetAsyncStub,
+    model: str,
+    waiting: Callable[[WeightplaneError], None],
+    reached: Reached | None = None,
 ) -> str:
     """The coordinator's own run: for trainers that were not told one. Waits until it is reachable.
 
@@ -180,7 +187,7 @@ async def discover_run(
                 return response.run_id
             raise await _status_of(call)
         except grpc.aio.AioRpcError as error:
-            typed = from_rpc_error(error)
+            typed = await (reached or Reached()).explained(from_rpc_error(error))
             if not reasons.hello_passes(typed):
                 raise typed from error
             waiting(typed)

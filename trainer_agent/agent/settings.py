@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controlplane.core.errors import InvalidRequest
+from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
 from trainer_agent.chunking import DEFAULT_CHUNK_BYTES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -67,7 +68,13 @@ class TrainerSettings:
     stop_seconds: float = 30.0
     """How long ranks may take to end after SIGTERM, before they are killed."""
 
+    tls: TlsSettings = PLAIN
+    """How it proves who it is, and who may call it: see docs/security.md."""
+    insecure: bool = False
+    """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
+
     def __post_init__(self) -> None:
+        check_listen(self.listen, self.tls, self.insecure)
         if not self.coordinator:
             raise InvalidRequest(field="coordinator", problem="is required")
         if _NAME.fullmatch(self.trainer_id) is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import structlog
 
 from controlplane.config import ConfigError, load
-from controlplane.core.errors import StaleTerm
+from controlplane.core.errors import StaleTerm, TlsFailed
 from controlplane.exit_codes import ExitCode
 from controlplane.processes import open_process
 from controlplane.rpc.logs import configure_logging
@@ -61,6 +61,9 @@ async def _serve(settings: TrainerSettings, socket_path: Path, parent: int) -> i
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
         return ExitCode.PORT_IN_USE
+    except (ConfigError, TlsFailed) as error:
+        log.error("config_refused", cause=str(error))
+        return ExitCode.CONFIG
     finally:
         await agent.close()
         shutil.rmtree(socket_path.parent, ignore_errors=True)

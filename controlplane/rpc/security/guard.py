@@ -1,0 +1,103 @@
+"""The one question of every server at every call: who are you, and may you do this?
+
+Where neither TLS nor tokens are set (a server on loopback, or one that was told to be insecure) nobody is asked, and
+everybody is an admin. A token, also a wrong one, is never shown in an error or a log.
+"""
+
+from __future__ import annotations
+
+import datetime
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import grpc
+
+from controlplane.core.access import EVERYBODY, SCHEME, Principal, check_call, parse_identity
+from controlplane.core.errors import Unauthenticated
+from controlplane.rpc.security.certificates import reread_pems, server_credentials
+from controlplane.rpc.security.settings import PLAIN, TlsSettings, check_listen
+from controlplane.rpc.security.tokens import Tokens
+
+_caller: ContextVar[Principal] = ContextVar("weightplane_caller", default=EVERYBODY)
+_BEARER = "bearer "
+_URI_OF_PEER = "peer_uri"
+"""gRPC's name for the URIs of a certificate, in an auth context."""
+
+
+def caller() -> Principal:
+    """Who made the call that is being answered."""
+    return _caller.get()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSecurity:
+    """How a server is secured. `run_id`: whose callers alone are taken; empty: not known."""
+
+    tls: TlsSettings = PLAIN
+    insecure: bool = False
+    run_id: str = ""
+
+
+class Guard:
+    """Of one server."""
+
+    def __init__(self, security: ServerSecurity) -> None:
+        """Reads the files. Raises ValueError: they cannot be used."""
+        self._security = security
+        tls = security.tls
+        self._tokens = Tokens(tls.tokens) if tls.tokens is not None else None
+        self._pems = reread_pems(tls, tell_end=True) if tls.serves_tls else None
+        self.asks = tls.secured
+        """False: everybody is an admin."""
+
+    def bind(self, server: grpc.aio.Server, listen: str) -> int:
+        """Bind an address, with TLS where it is set. Returns the port.
+
+        Raises:
+            ValueError: others reach it unasked (see check_listen).
+            RuntimeError: it cannot be bound.
+        """
+        check_listen(listen, self._security.tls, self._security.insecure)
+        if self._pems is None:
+            return server.add_insecure_port(listen)
+        credentials = server_credentials(self._pems, client_certificates=self._tokens is None)
+        return server.add_secure_port(listen, credentials)
+
+    def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        """Raises Unauthenticated, PermissionDenied. From then on `caller` says who it is."""
+        if not self.asks:
+            return
+        principal = self._by_token(context) if self._tokens is not None else _by_certificate(context)
+        check_call(principal, method, self._security.run_id)
+        _caller.set(principal)
+
+    def _by_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
+        assert self._tokens is not None, "asked for where there are some"
+        metadata: Any = context.invocation_metadata() or ()
+        shown = [value for key, value in metadata if key == "authorization"]
+        if len(shown) != 1 or not isinstance(shown[0], str) or not shown[0].lower().startswith(_BEARER):
+            raise Unauthenticated(cause="one bearer token is expected (authorization: Bearer …)")
+        principal = self._tokens.find(shown[0][len(_BEARER) :].strip(), datetime.datetime.now(datetime.UTC))
+        if principal is None:
+            raise Unauthenticated(cause="the token is not known here, or expired")
+        return principal
+
+
+def _by_certificate(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
+    names = context.auth_context().get(_URI_OF_PEER, ())
+    ours = [name for name in names if name.startswith(SCHEME.encode())]
+    if len(ours) != 1:
+        raise Unauthenticated(
+            cause=f"its certificate has {len(ours)} names {SCHEME}://RUN/ROLE/NAME; exactly one says who it is"
+        )
+    return _identity(ours[0])
+
+
+@lru_cache(maxsize=4096)
+def _identity(name: bytes) -> Principal:
+    try:
+        return parse_identity(name.decode("ascii"))
+    except ValueError as error:
+        raise Unauthenticated(cause=f"its certificate's name: {error}") from error
