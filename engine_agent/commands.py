@@ -46,7 +46,7 @@ async def flush(life: EngineLife) -> None:
 
 async def _flush(life: EngineLife) -> None:
     try:
-        async with life.standing_still():
+        async with life.gate.standing_still():
             await life.engine.clear_caches()
     except DeadlineExceeded as late:  # once, and by name: nothing is gained by asking again while they run
         waited_for = (
@@ -71,6 +71,6 @@ async def _pause(life: EngineLife, owner: str, how: PausePolicy) -> int:
     life.apply(events.HoldChanged(finishing, present=False))
     if mode is not PauseMode.ABORT or not len(life.requests):
         return 0
-    async with life.standing_still():
+    async with life.gate.standing_still():
         resumed = operator not in life.core.state.holds  # its owner's word came while an install was waited for
         return 0 if resumed else len(life.requests.abort(why="paused"))

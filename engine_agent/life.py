@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import replace
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
@@ -20,7 +19,7 @@ from controlplane.core import engine_core as core
 from controlplane.core import engine_events as events
 from controlplane.core import engine_sleep
 from controlplane.core.canary import CanaryReference
-from controlplane.core.engine_state import LETS_FINISH, EngineState, Hold, HoldKind, Life, Poisoned
+from controlplane.core.engine_state import EngineState, Hold, HoldKind
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
@@ -36,9 +35,11 @@ from controlplane.rpc.latest import Latest
 from controlplane.rpc.metrics import INSTALLS, PAUSE_PARTS, PAUSE_SECONDS, TOKENS
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
+from engine_agent.gate import Gate
 from engine_agent.installing import Applied, Install, prove_at_last
 from engine_agent.kept_base import BaseKeeper
 from engine_agent.lent import LentDevices
+from engine_agent.outcomes import Outcomes
 from engine_agent.progress import Progress
 from engine_agent.receivers import Receiver
 from engine_agent.receivers.links import EngineLinks
@@ -50,8 +51,6 @@ log = structlog.get_logger(__name__)
 
 LAGS_COUNTED = 9
 """0 to 7 fleet commits, and more."""
-MAX_OUTCOMES = 16
-"""Ended updates whose canary and counts are kept for a writer that comes back."""
 
 
 class EngineLife:
@@ -96,15 +95,13 @@ class EngineLife:
         self._lock = asyncio.Lock()
         self.progress = Progress(engine, self._lock.locked, self._stalled)
         self._power = asyncio.Lock()
-        self._scheduler_runs = True
+        self.gate = Gate(self, self._lock)
         self._next_stream = 0
         self._stream_errors: dict[int, asyncio.Future[WeightplaneError]] = {}
         self._receivers: dict[int, Receiver] = {}
         self._streaming: dict[int, StreamingInstall] = {}
         self.links = EngineLinks(initial.engine_id)
-        self._outcomes: dict[UpdateId, asyncio.Future[WeightplaneError | None]] = {}
-        self._applied: dict[UpdateId, Applied] = {}
-        self._failures: dict[UpdateId, WeightplaneError] = {}
+        self._outcomes = Outcomes()
         self._checksums: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -117,7 +114,7 @@ class EngineLife:
         takes |= {TAKES_FORMAT + self.facts.expected.format}
         capabilities = (self.facts.capabilities | takes) - self._not_taken(self.facts.capabilities)
         self.apply(events.Started(self.facts.expected, capabilities, self.facts.initial_digest))
-        self._spawn(self._keep_gate())
+        self._spawn(self.gate.keep())
         self._spawn(self._probe())
 
     def _not_taken(self, able: frozenset[str]) -> frozenset[str]:
@@ -133,7 +130,7 @@ class EngineLife:
             await self.progress.watch()
         except WeightplaneError as error:
             async with self._lock:  # an install under way says first what became of it
-                self._die(str(error))
+                self.die(str(error))
 
     def _stalled(self, stalled: bool) -> None:
         """INV-10: what shows no progress is not routed to; who is in may go on to the end."""
@@ -143,14 +140,14 @@ class EngineLife:
             log.warning("engine_answers")
         self.apply(events.HoldChanged(Hold(HoldKind.STALLED, self.core.state.engine_id), present=stalled))
 
-    def _die(self, cause: str) -> None:
+    def die(self, cause: str) -> None:
         """This life cannot go on; whoever runs it ends it."""
         if not self.died.done():
             self.died.set_result(cause)
 
     async def end(self, cause: str) -> None:
         """The engine is gone or must go; nothing of this incarnation is left afterwards."""
-        self._die(cause)
+        self.die(cause)
         self.apply(events.Died(cause))
         self.requests.fail_all(EngineDied(engine_id=self.core.state.engine_id, cause=cause))
         for task in self._tasks:
@@ -168,12 +165,12 @@ class EngineLife:
     @property
     def steps(self) -> bool:
         """The scheduler runs: requests that are in the engine go on."""
-        return self._scheduler_runs
+        return self.gate.runs
 
     @property
     def open(self) -> bool:
         """Requests may enter: the gate is open and the scheduler runs."""
-        return self.core.gate_open and self._scheduler_runs
+        return self.core.gate_open and self.gate.runs
 
     # ---- events ----
 
@@ -195,7 +192,7 @@ class EngineLife:
                 case events.DropStaged(stream):
                     self.drop(stream)
                 case events.InstallDecided(update_id, error):
-                    self._decide(update_id, error)
+                    self._outcomes.decide(update_id, error)
                 case events.Report():
                     self.state.set(self.core.state)
                 case _:
@@ -259,52 +256,21 @@ class EngineLife:
 
     def start_install(self, effect: events.StartInstall) -> None:
         """From here on the agent owns the update: the stream may die (INV-4, INV-6)."""
-        update_id = effect.update.update_id
-        self._forget(update_id)
-        self._outcome(update_id)
+        self._outcomes.begin(effect.update.update_id)
         install = Install(self, self._receivers[effect.stream], effect.update)
         self._spawn(self._install(effect.stream, effect.update, install))
 
     def start_streaming(self, effect: events.StartStreaming) -> StreamingInstall:
         """From here on only its end opens the gate; what ends its stream before the commit frame cuts it (INV-4)."""
-        update_id = effect.update.update_id
-        self._forget(update_id)
-        self._outcome(update_id)
+        self._outcomes.begin(effect.update.update_id)
         install = StreamingInstall(self, self._receivers[effect.stream], effect.update)
         self._streaming[effect.stream] = install
         self._spawn(self._install(effect.stream, effect.update, install))
         return install
 
-    def _forget(self, update_id: UpdateId) -> None:
-        """INV-6: an earlier install of the same update says nothing about this one."""
-        self._applied.pop(update_id, None)
-        self._failures.pop(update_id, None)
-
     async def outcome(self, update_id: UpdateId) -> Applied:
         """Wait for the end of an update's install. Raises its error."""
-        done = self._applied.get(update_id)
-        if done is not None:
-            return done
-        if update_id in self._failures:  # it ended between the attachment and this question
-            raise self._failures[update_id]
-        error = await asyncio.shield(self._outcome(update_id))
-        if error is not None:
-            raise error
-        return self._applied[update_id]
-
-    def _outcome(self, update_id: UpdateId) -> asyncio.Future[WeightplaneError | None]:
-        return self._outcomes.setdefault(update_id, asyncio.get_running_loop().create_future())
-
-    def _decide(self, update_id: UpdateId, error: WeightplaneError | None) -> None:
-        future = self._outcomes.pop(update_id, None)
-        if future is not None and not future.done():
-            future.set_result(error)
-        if error is not None:
-            self._failures[update_id] = error
-        for old in list(self._applied)[:-MAX_OUTCOMES]:
-            del self._applied[old]
-        for old in list(self._failures)[:-MAX_OUTCOMES]:
-            del self._failures[old]
+        return await self._outcomes.of(update_id)
 
     async def _install(self, stream: int, update: events.Update, install: Install) -> None:
         async with self._lock:
@@ -332,7 +298,7 @@ class EngineLife:
 
     def applied(self, update: events.Update, receiver: Receiver, found: Applied) -> None:
         """INV-1: the version is claimed in the step that finished, with what the install found out beside it."""
-        self._applied[update.update_id] = found
+        self._outcomes.note(update.update_id, found)
         if found.canary is None:
             self.owed_reference = update.reference
             self.apply(events.CanaryDeferred(found.timings, found.changed_tensors))
@@ -361,7 +327,7 @@ class EngineLife:
         log.error("install_lost", reason=error.reason, text=str(error))
         self.apply(events.InstallEnded(error, touched=True))
         self.requests.abort_all()
-        self._die(str(error))
+        self.die(str(error))
 
     # ---- sleep ----
 
@@ -384,7 +350,7 @@ class EngineLife:
 
     async def _sleep(self, level: int) -> None:
         async with self._lock:
-            await self.stop_scheduler()
+            await self.gate.stop_scheduler()
             await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
             await self.engine.sleep(level)
 
@@ -415,70 +381,8 @@ class EngineLife:
             await work
         except Exception as error:
             cause = f"sleep or wake did not end: {error!r}"
-            self._die(cause)
+            self.die(cause)
             raise EngineDied(engine_id=self.core.state.engine_id, cause=cause) from error
-
-    # ---- the gate ----
-
-    async def _keep_gate(self) -> None:
-        """Level-triggered: the scheduler runs exactly while `_may_step`."""
-        try:
-            async for _ in self.state.watch():
-                async with self._lock:
-                    await self._follow_gate()
-        except EngineDied as error:
-            self._die(str(error))
-
-    async def _follow_gate(self, *, ran: bool = False) -> None:
-        """`ran`: the scheduler ran until this agent itself stopped it, for a moment."""
-        state = self.core.state
-        if isinstance(state.weights, Poisoned):
-            self.requests.abort_all()
-            if state.frozen:
-                cause = f"poisoned ({state.weights.cause}), and no update heals a frozen model's engine"
-                raise EngineDied(engine_id=state.engine_id, cause=cause)
-        steps = self._may_step(ran=ran or self._scheduler_runs)
-        if steps and not self._scheduler_runs and state.applied is not None:
-            await self._start_scheduler(state.applied)
-        elif not steps and self._scheduler_runs and state.life is Life.RUNNING and not state.installing:
-            await self.stop_scheduler()  # an install does it itself: if that fails the old version serves on (INV-4)
-
-    def _may_step(self, *, ran: bool) -> bool:
-        """The gate is open, or only what lets requests finish shuts it: nobody enters, and who is in goes on to the
-        end; also under a version that the fleet serves no more, for a draining engine gets no other."""
-        state, served = self.core.state, self.core.served
-        others = frozenset(h for h in state.holds if h.kind not in LETS_FINISH)
-        if others != state.holds and ran and state.applied is not None:
-            served |= {state.applied}
-        return replace(state, holds=others).gate_open(served)
-
-    @asynccontextmanager
-    async def standing_still(self) -> AsyncIterator[None]:
-        """No forward pass runs, and no install. Raises EngineDied, DeadlineExceeded.
-
-        Afterwards, also where the engine did not stand still in time, the gate decides again: it opens by what the
-        engine holds and who holds it, and by nothing else (INV-4).
-        """
-        async with self._lock:
-            ran = self._scheduler_runs
-            try:
-                await self.stop_scheduler()
-                await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
-                yield
-            finally:
-                await self._follow_gate(ran=ran)
-
-    async def _start_scheduler(self, version: WeightVersion) -> None:
-        self.requests.release(version)
-        await self.engine.resume()
-        self._scheduler_runs = True
-        self.state.set(self.core.state)  # wakes those who wait to enter
-
-    async def stop_scheduler(self) -> None:
-        if not self._scheduler_runs:
-            return
-        self._scheduler_runs = False  # nobody enters any more
-        self.requests.draw_border(await self.engine.quiesce())
 
     def _spawn(self, work: object) -> None:
         task: asyncio.Task[None] = asyncio.create_task(work)  # type: ignore[arg-type]
@@ -490,7 +394,7 @@ class EngineLife:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("engine_task_failed", exc_info=task.exception())
-            self._die(f"a task of the agent failed: {task.exception()!r}")
+            self.die(f"a task of the agent failed: {task.exception()!r}")
 
 
 class EngineLifeHolder:

@@ -25,13 +25,8 @@ from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest, UnsupportedByEngine
 from controlplane.core.layout import (
-    DRAFT_PREFIX,
-    PLAIN,
-    DType,
-    Expected,
     Layout,
     TargetKind,
-    TensorSpec,
     content_digest,
     own_name,
 )
@@ -48,50 +43,25 @@ from engine_agent.engine import (
     GenerationDelta,
     InstallReport,
     LiveRequests,
-    Placement,
-    SegmentSpan,
     StagedPart,
     StagedWeights,
 )
+from engine_agent.memory_model import (
+    MemorySettings,
+    digest_of,
+    expected_of,
+    expert_of,
+    initial_tensors,
+    score_of,
+    sizes_of,
+    token_of,
+    weights_of,
+)
+
+__all__ = ["MemoryEngine", "MemorySettings", "initial_tensors", "score_of", "token_of", "weights_of"]
 
 CANARY_PROMPT = (1, 2, 3, 4)
 CANARY_TOKENS = 4
-EXPERTS = 300
-_READ_BYTES = 1 << 20
-
-
-@dataclass(frozen=True)
-class MemorySettings:
-    """How an in-memory engine behaves."""
-
-    tensors: Mapping[str, tuple[int, ...]] = field(default_factory=lambda: {"w": (4,)})
-    """Names and shapes that an update must cover."""
-    dtype: DType = DType.F32
-    dtypes: Mapping[str, DType] = field(default_factory=dict)
-    """Of the tensors whose dtype is another than `dtype`."""
-    weights_format: str = PLAIN
-    draft_tensors: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Names and shapes of its draft model, which has the same dtypes; empty: it has none. What it speaks does not
-    depend on them."""
-    vocab_size: int = 256
-    max_model_len: int = 4096
-    max_requests: int = 256
-    seconds_per_token: float = 0.0
-    """How long a token takes; 0 yields to the loop only."""
-    install_seconds: float = 0.0
-    can_sleep: bool = True
-    can_stream: bool = True
-    sleep_seconds: float = 0.0
-    """How long sleeping takes, and waking."""
-    kv_bytes: int = 1 << 20
-    """Size of its KV cache."""
-    seed: int = 0
-    """Which weights it loads at its start, if it serves them; engines of one seed load the same."""
-    device_uuids: tuple[str, ...] = ("MEM-0",)
-    expert_layers: int = 0
-    """Layers with experts, of which it says for each token which one it went to; 0: it says nothing of them."""
-    says_masks: bool = False
-    """It says what each token was drawn from: that token alone."""
 
 
 @dataclass
@@ -125,7 +95,7 @@ class MemoryEngine:
             self._weights = weights_of({name: hashlib.sha256(data).digest() for name, data in initial.items()})
             self._digest = content_digest([xxhash.xxh3_64_digest(initial[name]) for name in sorted(initial)])
             self._label = "0"
-        self._resident = {"weights": sum(_sizes(settings).values()), "kv": settings.kv_bytes}
+        self._resident = {"weights": sum(sizes_of(settings).values()), "kv": settings.kv_bytes}
         self._asleep: dict[str, int] = {}
         """What is not on the device now, and its size."""
         self._death = ""
@@ -163,7 +133,7 @@ class MemoryEngine:
             max_logprobs=0,
             likeness=f"memory, vocabulary {self._settings.vocab_size}",
             max_requests=self._settings.max_requests,
-            expected=_expected(self._settings),
+            expected=expected_of(self._settings),
             capabilities=self._capabilities(),
             pids=(os.getpid(),),
             initial_digest=self._digest or None,
@@ -264,7 +234,7 @@ class MemoryEngine:
         for index, tensor in enumerate(staged.layout.tensors):
             try:
                 failpoints.hit("worker.install", index)
-                fresh[tensor.name] = _digest_of(staged.chunks, staged.placements[index], tensor)
+                fresh[tensor.name] = digest_of(staged.chunks, staged.placements[index], tensor)
             except (failpoints.Injected, OSError) as error:
                 self._weights = hashlib.sha256(b"mixture").digest()
                 self._draft, self._draft_whole = (self._weights, False) if drafted else (self._draft, True)
@@ -293,7 +263,7 @@ class MemoryEngine:
             spec = streaming.layout.tensors[tensor]
             try:
                 failpoints.hit("worker.install", len(streaming.fresh))
-                streaming.fresh[spec.name] = _digest_of(part.chunks, place, spec)
+                streaming.fresh[spec.name] = digest_of(part.chunks, place, spec)
             except (failpoints.Injected, OSError) as error:
                 raise InstallFailed(self._engine_id, streaming.label, True, str(error)) from error
 
@@ -366,72 +336,3 @@ class MemoryEngine:
 
     async def shutdown(self) -> None:
         self._running.clear()
-
-
-def initial_tensors(settings: MemorySettings) -> dict[str, bytes]:
-    """The bytes of the tensors that such an engine loads at its start."""
-    sizes = {n: size for n, size in _sizes(settings).items() if n in settings.tensors}
-    return {n: hashlib.shake_256(f"{settings.seed}/{n}".encode()).digest(size) for n, size in sizes.items()}
-
-
-def _sizes(settings: MemorySettings) -> dict[str, int]:
-    named = dict(settings.tensors) | {DRAFT_PREFIX + n: shape for n, shape in settings.draft_tensors.items()}
-    return {n: TensorSpec(n, _dtype(settings, n), tuple(shape)).byte_count for n, shape in named.items()}
-
-
-def _dtype(settings: MemorySettings, name: str) -> DType:
-    return settings.dtypes.get(own_name(name), settings.dtype)
-
-
-def _expected(settings: MemorySettings) -> Expected:
-    def of(shapes: Mapping[str, tuple[int, ...]], draft: Expected | None) -> Expected:
-        dtypes = {name: frozenset({_dtype(settings, name)}) for name in shapes}
-        return Expected(dict(shapes), dtypes, format=settings.weights_format, draft=draft)
-
-    return of(settings.tensors, of(settings.draft_tensors, None) if settings.draft_tensors else None)
-
-
-def weights_of(tensor_digests: Mapping[str, bytes]) -> bytes:
-    """The engine's weights as one digest: sha256 over names and sha256 of each tensor's bytes, sorted."""
-    h = hashlib.sha256()
-    for name, digest in sorted(tensor_digests.items()):
-        h.update(name.encode() + b"\0" + digest)
-    return h.digest()
-
-
-def token_of(weights: bytes, prompt: Sequence[int], position: int, vocab_size: int) -> int:
-    """The token that these weights make after this prompt at this position."""
-    h = hashlib.sha256(weights + repr((tuple(prompt), position)).encode()).digest()
-    return int.from_bytes(h[:4], "big") % vocab_size
-
-
-def expert_of(place: int, layer: int) -> int:
-    """The expert that the token at this place goes to, whatever it is."""
-    return (place + layer) % EXPERTS
-
-
-def score_of(weights: bytes, prompt: Sequence[int], position: int) -> float:
-    """How probable these weights find the prompt's token at this position, given those before it; natural log."""
-    h = hashlib.sha256(weights + repr((tuple(prompt[: position + 1]), "score")).encode()).digest()
-    return -float(int.from_bytes(h[:4], "big")) / 2**30
-
-
-def _digest_of(chunks: Mapping[str, Sequence[SegmentSpan]], place: Placement, tensor: TensorSpec) -> bytes:
-    """sha256 of a tensor's bytes as they lie in shared memory, for every device alike."""
-    digests = {_read(spans[place.chunk], place.offset, tensor.byte_count) for spans in chunks.values()}
-    if len(digests) != 1:
-        raise OSError(f"devices hold different bytes of {tensor.name}")
-    return digests.pop()
-
-
-def _read(span: SegmentSpan, offset: int, size: int) -> bytes:
-    h = hashlib.sha256()
-    with open(span.path, "rb") as file:
-        file.seek(span.offset + offset)
-        while size:
-            block = file.read(min(size, _READ_BYTES))
-            if not block:
-                raise OSError(f"{span.path} is shorter than the tensor")
-            h.update(block)
-            size -= len(block)
-    return h.digest()

@@ -28,13 +28,14 @@ from controlplane.core.engine_events import (
 from controlplane.core.engine_state import Stage
 
 if TYPE_CHECKING:
+    from controlplane.core.engine_account import EngineAccount
     from controlplane.core.engine_core import EngineCore
 
 STREAMING = "streaming"
 """The capability."""
 
 
-def check_open(core: EngineCore, event: Opened) -> None:
+def check_open(core: EngineAccount, event: Opened) -> None:
     """Raises UnsupportedByEngine: it installs whole versions only, or a delta was to be streamed."""
     if not event.streaming:
         return

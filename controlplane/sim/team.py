@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from controlplane.core.versions import WeightVersion
@@ -77,13 +78,23 @@ class Team:
     def well(self, above: int = 0) -> bool:
         """Every engine serves what it is to serve, and is routed to: a version above that number, or one that it stays
         at."""
-        stays = self.world.coordinator.ledger.kept.stays
         if not self.world.coordinator.up or not self.agents:
             return False
-        moves = not self.spec.frozen and any(a.engine_id not in stays for a in self.agents.values())
-        if not self.served or (moves and max(self.served).number <= above):
-            return False
+        if not self.spec.frozen:
+            if not self._moves:
+                return True
+            if not self.served or max(self.served).number <= above:
+                return False
         return all(self._is_lit(a) or self._is_out_of_reach(a) for a in self.agents.values())
+
+    @property
+    def _moves(self) -> bool:
+        """Enough engines go with the fleet for a push; else it stands still until somebody is released."""
+        stays, groups = self.world.coordinator.ledger.kept.stays, Counter[str]()
+        goes = [a for a in self.agents.values() if a.engine_id not in stays or a.seat.unit]
+        groups.update(a.seat.group for a in goes)
+        own = {a.seat.group for a in self.agents.values()}
+        return bool(goes) and all(groups[g] >= n for g, n in self.world.policy.min_engines.items() if g in own)
 
     def _is_lit(self, agent: Agent) -> bool:
         """It serves what it is to serve, and is routed to."""

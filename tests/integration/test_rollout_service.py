@@ -15,7 +15,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent import rollout_service
-from engine_agent.memory_engine import expert_of, score_of
+from engine_agent.memory_model import expert_of, score_of
 from tests.cases.engines import Hands, lay_hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually

@@ -340,7 +340,7 @@ async def test_a_draining_engine_that_is_paused_too_stands_still_and_then_goes_o
     drain(life)
     pause = Hold(HoldKind.OPERATOR, ME)
     life.apply(events.HoldChanged(pause, present=True))
-    await eventually(lambda: not life._scheduler_runs)
+    await eventually(lambda: not life.steps)
     await asyncio.sleep(0.05)
     assert not sample.done()
     life.apply(events.HoldChanged(pause, present=False))
@@ -419,7 +419,7 @@ async def test_l4_a_round_trip_that_waits_behind_an_install_is_no_stall(
     engine = MemoryEngine(MemorySettings(), "e0")
     monkeypatch.setattr(engine, "probe", asyncio.Event().wait)
     life = await started(tmp_path, engine)
-    async with life.standing_still():  # under the lock that installs take
+    async with life.gate.standing_still():  # under the lock that installs take
         looked = life.progress.looks
         await eventually(lambda: life.progress.looks > looked + 20)
         assert life.core.state.held_by(HoldKind.STALLED) is None
