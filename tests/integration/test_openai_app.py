@@ -20,7 +20,7 @@ import pytest
 
 from controlplane.core import engine_events as events
 from controlplane.core.errors import EngineDied
-from controlplane.core.versions import Term
+from controlplane.core.versions import Term, UpdateId, WeightVersion
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.memory_engine import MemorySettings
 from engine_agent.openai_door.answers import App
@@ -127,6 +127,22 @@ async def test_inv11_poison_ends_an_answer_of_vllms_app_with_the_tokens_it_has(w
     assert '"finish_reason":"abort"' in answer.text
     again = await world.http.post("/v1/chat/completions", json=LONG | {"stream": stream})
     assert (again.status_code, again.headers["x-weightplane-reason"]) == (503, "ENGINE_POISONED")
+
+
+async def test_inv11_a_stream_of_vllms_app_over_an_update_tells_its_tokens_apart(world: World) -> None:
+    newer = WeightVersion(2, Term(1))
+    asking = asyncio.create_task(world.http.post("/v1/chat/completions", json=LONG | {"stream": True}))
+    await eventually(lambda: len(world.life.requests) == 1)
+    await asyncio.sleep(0.1)
+    commit(world.life, 2, newer)
+    await asyncio.wait_for(world.life.outcome(UpdateId("u2")), 5)
+    world.life.apply(events.FleetChanged(Term(1), Term(1), frozenset({newer})))
+    answer = await asking
+    lines = [line for line in answer.text.splitlines() if line]
+    first, second = lines[-2].removeprefix(": x-weightplane-spans ").split(",")
+    border = int(first.rpartition("-")[2])
+    assert (first, second, lines[-1]) == (f"1:0-{border}", f"2:{border}-400", "data: [DONE]")
+    assert answer.headers["x-weightplane-version"] == "1"
 
 
 @pytest.mark.parametrize("stream", [False, True])

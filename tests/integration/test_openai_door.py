@@ -149,24 +149,35 @@ async def test_n_samples_and_several_prompts_have_their_spans_in_order(rig: Rig)
     assert [c.text for c in again.choices] == [c["text"] for c in choices[:2]]
 
 
-async def test_inv11_a_stream_over_an_update_says_which_version_made_which_tokens(rig: Rig) -> None:
-    before = await rig.pushed(Order(4))
+async def streamed(rig: Rig) -> tuple[str, str, list[str]]:
+    """A long sample: the version in the head, the spans at the end, and all lines."""
     body = {"model": "policy", "messages": MESSAGES, "max_tokens": LONG, "stream": True, "ignore_eos": True}
-    events, pushing = [], None
     async with rig.http.stream("POST", "/v1/chat/completions", json=body, timeout=90) as answer:
-        assert answer.headers["x-weightplane-version"] == str(before)
         assert "x-weightplane-spans" not in answer.headers
-        async for line in answer.aiter_lines():
-            events.append(line)
-            if pushing is None and len(events) > 20:
-                pushing = asyncio.create_task(rig.pushed(Order(5)))
-    assert pushing is not None
+        lines = [line async for line in answer.aiter_lines() if line]
+    (spans,) = [line.split()[-1] for line in lines if line.startswith(": x-weightplane-spans ")]
+    return answer.headers["x-weightplane-version"], spans, lines
+
+
+async def test_inv11_a_stream_over_an_update_says_which_version_made_which_tokens(rig: Rig) -> None:
+    """Several run all the time, so that some are always cut by it."""
+    before = await rig.pushed(Order(4))
+    pushing = asyncio.create_task(rig.pushed(Order(5)))
+
+    async def again_and_again() -> list[tuple[str, str, list[str]]]:
+        made = [await streamed(rig)]
+        while not pushing.done():
+            made.append(await streamed(rig))
+        return made
+
+    each = [one for made in await asyncio.gather(*(again_and_again() for _ in range(4))) for one in made]
     after = await pushing
-    (spans,) = [line.split()[-1] for line in events if line.startswith(": x-weightplane-spans ")]
-    first, second = spans.split(",")
-    border = int(first.rpartition("-")[2])
-    assert (first, second) == (f"{before}:0-{border}", f"{after}:{border}-{LONG}")
-    assert events[-2] == "data: [DONE]"
+    assert all(lines[-1] == "data: [DONE]" for _, _, lines in each)
+    over = [(head, *spans.split(",")) for head, spans, _ in each if "," in spans]
+    assert over, [spans for _, spans, _ in each]
+    for head, first, second in over:
+        border = int(first.rpartition("-")[2])
+        assert (head, first, second) == (str(before), f"{before}:0-{border}", f"{after}:{border}-{LONG}")
 
 
 async def test_a_request_waits_outside_a_shut_gate_and_gets_the_version_that_opens_it(rig: Rig) -> None:
