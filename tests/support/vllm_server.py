@@ -56,7 +56,8 @@ class VllmServer:
 
     def _launch(self) -> None:
         environment = {
-            **os.environ,
+            # an engine that ran in this process left variables of its own
+            **{name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_PLUGINS": "weightplane",
             "HF_HUB_OFFLINE": "1",
@@ -94,7 +95,8 @@ class VllmServer:
 
     def _serves(self) -> bool:
         assert self._process is not None
-        assert self._process.poll() is None, self._log.read_text()[-4000:]
+        if self._process.poll() is not None:
+            raise RuntimeError(f"the server ended: {self._log.read_text()[-4000:]}")
         try:
             with urllib.request.urlopen(f"{self.url}/version", timeout=2) as answer:
                 return bool(answer.status == 200)
