@@ -42,7 +42,10 @@ engine_ids = st.sampled_from([EngineId("e0"), EngineId("e1")])
 update_ids = numbers.map(lambda n: UpdateId(f"u{n}"))
 digests = st.sampled_from([b"", b"1" * 32, b"2" * 32])
 versions = st.integers(1, 6).map(lambda n: WeightVersion(n, Term(n)))  # two terms never share a number
-served = st.lists(versions, max_size=2, unique_by=lambda v: v.number).map(lambda found: tuple(sorted(found)))
+# Only commits are written with a served set, and after one something is served.
+served = st.lists(versions, min_size=1, max_size=2, unique_by=lambda v: v.number).map(
+    lambda found: tuple(sorted(found))
+)
 asked = st.builds(EngineAsked, engine_ids, st.just(Incarnation("i")), st.booleans())
 engines = st.lists(asked, max_size=2, unique_by=lambda a: a.engine_id).map(tuple)
 floors = st.lists(st.tuples(models, terms), max_size=2, unique_by=lambda t: t[0]).map(tuple)
