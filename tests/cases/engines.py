@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from controlplane.core.canary import Canary
-from engine_agent import agent
+from engine_agent import building
 from engine_agent.engine import InstallReport, LiveRequests, StagedWeights
 from engine_agent.memory_engine import MemoryEngine, MemorySettings, _Live
 
@@ -144,5 +144,5 @@ def lay_hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
     def make(settings: MemorySettings, engine_id: str, **how: bool) -> HandledEngine:
         return HandledEngine(settings, engine_id, hands[engine_id], **how)
 
-    monkeypatch.setattr(agent, "MemoryEngine", make)
+    monkeypatch.setattr(building, "MemoryEngine", make)
     return hands

@@ -18,9 +18,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controlplane.exit_codes import ExitCode
 from engine_agent import progress
-from engine_agent.agent import EngineSettings, run_engine
+from engine_agent.agent import run_engine
 from engine_agent.engine import EngineFacts
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.settings import EngineSettings
 from tests.cases.fleet import CaseFleet, case_fleet, number_of, refusals
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, SHAPES, Weights

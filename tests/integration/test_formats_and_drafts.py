@@ -17,9 +17,10 @@ import torch
 from controlplane import failpoints
 from controlplane.core.errors import FormatMismatch, UpdateFailed
 from controlplane.core.layout import FP8_BLOCK, DType
-from engine_agent import agent
-from engine_agent.agent import EngineSettings, run_engine
+from engine_agent import building
+from engine_agent.agent import run_engine
 from engine_agent.memory_engine import MemoryEngine, MemorySettings, weights_of
+from engine_agent.settings import EngineSettings
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.thread_rank import ThreadRank, tokens_of
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
@@ -178,7 +179,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[MemoryEngine]:
             super().__init__(*args, **how)
             started.append(self)
 
-    monkeypatch.setattr(agent, "MemoryEngine", Noted)
+    monkeypatch.setattr(building, "MemoryEngine", Noted)
     return started
 
 

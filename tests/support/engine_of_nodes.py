@@ -17,9 +17,10 @@ from controlplane.core.errors import EngineDied
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rpc.security import ServerSecurity
 from controlplane.rpc.server import start_server
-from engine_agent.agent import EngineSettings, _members, _services
+from engine_agent.building import members_of, services_of
 from engine_agent.life import EngineLifeHolder
 from engine_agent.members.nodes import FurtherNodes
+from engine_agent.settings import EngineSettings
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from tests.support.staging import stage
 
@@ -52,9 +53,9 @@ async def main() -> None:
         start_timeout_seconds=120,
     )
     settings = EngineSettings("engine-0", vllm=vllm)
-    members = _members(settings)
+    members = members_of(settings)
     assert members is not None
-    services = _services(EngineLifeHolder(), settings, asyncio.Event(), members)
+    services = services_of(EngineLifeHolder(), settings, asyncio.Event(), members)
     server = await start_server(listen, services, ServerSecurity(insecure=True))  # a network of its own
     engine = VllmEngine(vllm, "engine-0", further=FurtherNodes(members, vllm, "engine-0"))
     facts = await engine.start()

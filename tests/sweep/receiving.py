@@ -29,6 +29,7 @@ from controlplane.tensor_files import StoredTensor, read_file
 from engine_agent import agent
 from engine_agent.engine import InstallReport, SegmentSpan, StagedWeights
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.settings import EngineSettings
 from engine_agent.vllm.checkpoint import HEAD_NAME
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
@@ -181,7 +182,7 @@ class Fleet:
 
     def _start_engine(self, case: Case, engine_id: str, ranks: Sequence[int]) -> None:
         apart = 0 if self.transport in COLOCATED else FIRST_OTHER_DEVICE * len(ranks)
-        settings = agent.EngineSettings(
+        settings = EngineSettings(
             engine_id=engine_id,
             coordinator=self._fleet.address,
             run_id=RUN,

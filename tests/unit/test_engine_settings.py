@@ -9,9 +9,10 @@ import pytest
 from controlplane.config import ConfigError, load, parse_overrides
 from controlplane.core.errors import EngineDied
 from controlplane.devices import cpu_device_uuid
-from engine_agent.agent import EngineSettings, _new_engine
+from engine_agent.building import new_engine
 from engine_agent.external.engine import ExternalEngine
 from engine_agent.external.settings import ExternalSettings
+from engine_agent.settings import EngineSettings
 
 
 def settings(*sets: str, file: Path | None = None) -> EngineSettings:
@@ -67,11 +68,11 @@ def test_an_external_engine_is_an_address_and_the_directory_of_its_model(tmp_pat
 
 def test_an_external_engine_without_its_address_says_what_is_missing() -> None:
     with pytest.raises(EngineDied, match=r"settings under \[external\]: url, model"):
-        _new_engine(settings("backend=external"), None)
+        new_engine(settings("backend=external"), None)
 
 
 def test_an_external_engine_has_the_devices_of_the_host_that_has_no_gpus() -> None:
     read = settings("backend=external", "external.url=http://localhost:1", "external.model=m", "cpu_devices=[3]")
-    engine = _new_engine(read, None)
+    engine = new_engine(read, None)
     assert isinstance(engine, ExternalEngine)
     assert engine._settings.device_uuids == (str(cpu_device_uuid(3)),)

@@ -11,10 +11,11 @@ from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Residency
 from controlplane.core.errors import EngineNotReady, LedgerError, UnsupportedByEngine
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term
-from engine_agent import agent
+from engine_agent import building
 from engine_agent.life import EngineLife
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.remembered import Lent, Memory
+from engine_agent.settings import EngineSettings
 
 TRAINER, PERSON = "trainer:t0", "ann"
 DEVICE = "GPU-0"
@@ -36,8 +37,8 @@ async def started(tmp_path: Path, engine: MemoryEngine | None = None) -> EngineL
 async def dead_for(tmp_path: Path, *owners: str) -> EngineLife:
     """The life of an agent that started anew; these had its engine's devices when the last one died."""
     memory(tmp_path).note_lent(Lent(owners, 4, (DEVICE,)))
-    settings = agent.EngineSettings("e0", run_id="run", state_dir=tmp_path, backend="memory")
-    return agent._first_life(settings, memory(tmp_path), None)
+    settings = EngineSettings("e0", run_id="run", state_dir=tmp_path, backend="memory")
+    return building.first_life(settings, memory(tmp_path), None)
 
 
 class Looks(MemoryEngine):

@@ -19,12 +19,12 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Hold, HoldKind
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.server import PortUnavailable
-from engine_agent.agent import EngineSettings
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.memory_engine import MemorySettings
 from engine_agent.openai_door.door import Door
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
+from engine_agent.settings import EngineSettings
 from engine_agent.vllm.engine_client import GatedEngineClient
 from tests.support.door_app import NativeMemoryEngine, app_over, client_of
 from tests.support.eventually import eventually

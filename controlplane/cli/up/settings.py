@@ -11,7 +11,7 @@ from typing import Any
 from controlplane.config import ConfigError, load_values, merged
 from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.fleet_file import EngineEntry, FleetFile, coordinator_settings, engines_of, read_fleet_file
-from engine_agent.agent import EngineSettings
+from engine_agent.settings import EngineSettings
 from engine_agent.vllm.environment import gpu_present
 
 
