@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ import torch
 from controlplane import failpoints
 from controlplane.core.errors import FormatMismatch, UpdateFailed
 from controlplane.core.layout import FP8_BLOCK, DType
-from engine_agent import building
 from engine_agent.agent import run_engine
 from engine_agent.memory_engine import MemoryEngine, MemorySettings, weights_of
 from engine_agent.settings import EngineSettings
@@ -167,20 +165,6 @@ def digest_of(tensors: Tensors) -> bytes:
 def drafted(step: int) -> bytes:
     """The draft of a step: its own tensors, and the embedding that it shares with the model."""
     return digest_of(draft_of(step) | {"embed": model_of(step)["embed"]})
-
-
-@pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> list[MemoryEngine]:
-    """Every in-memory engine that was started, life after life."""
-    started: list[MemoryEngine] = []
-
-    class Noted(MemoryEngine):
-        def __init__(self, *args: Any, **how: Any) -> None:
-            super().__init__(*args, **how)
-            started.append(self)
-
-    monkeypatch.setattr(building, "MemoryEngine", Noted)
-    return started
 
 
 async def test_model_and_draft_come_with_one_update_and_one_tensor_is_both(

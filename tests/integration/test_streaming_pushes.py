@@ -8,6 +8,7 @@ import grpc
 import pytest
 
 from controlplane.failpoints import DIRECTORY_VARIABLE
+from engine_agent.memory_engine import MemoryEngine
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
 from tests.support.toy_rank import Script
@@ -24,6 +25,11 @@ def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory.mkdir()
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
     return directory
+
+
+def installing(engines: list[MemoryEngine]) -> bool:
+    """A part of a version is in its weights."""
+    return any(engine._streaming is not None and engine._streaming.fresh for engine in engines)
 
 
 async def tokens(fleet: LocalFleet) -> list[list[int]]:
@@ -89,13 +95,16 @@ async def test_inv4_a_worker_that_fails_in_mid_stream_is_healed_by_the_next_push
 
 
 async def test_inv4_a_leader_killed_in_mid_stream_leaves_a_streaming_engine_shut(
-    tmp_path: Path, failpoint: Path
+    tmp_path: Path, failpoint: Path, engines: list[MemoryEngine]
 ) -> None:
     async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
         start_engine(fleet, "e0", apply="streaming")
         await fleet.wait_for_engines(1)
-        (failpoint / "rank.between_chunks").write_text("kill after=6")
-        await trainer.start_ranks(Script(steps=1))
+        (failpoint / "rank.between_chunks").write_text("hold after=6")
+        (leader, _) = await trainer.start_ranks(Script(steps=1))
+        await eventually((failpoint / "rank.between_chunks.reached").exists, within=60)
+        await eventually(lambda: installing(engines), within=8)  # it is let go by itself after 10 s
+        leader.process.kill()
 
         async def shut() -> engine_pb2.EngineStatus:
             status = await fleet.status("e0")

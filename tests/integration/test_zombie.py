@@ -61,9 +61,9 @@ class Paused:
 @pytest.mark.parametrize(
     ("point", "arm"),
     [
-        pytest.param("", "", id="idle"),
+        pytest.param("", "", id="idle", marks=pytest.mark.slow),
         pytest.param("trainer.between_chunks", "hold after=3", id="between two chunks"),
-        pytest.param("trainer.before_commit", "hold", id="with go, before its commit frames"),
+        pytest.param("trainer.before_commit", "hold", id="with go, before its commit frames", marks=pytest.mark.slow),
     ],
 )
 async def test_inv7_a_trainer_that_comes_back_after_a_takeover_is_refused_everywhere(

@@ -347,7 +347,6 @@ PLANTED: list[tuple[type[EngineCore] | type[FleetCore], str]] = [
     (CarriesOntoLentDevices, "devices"),
     (ServesUnitsApart, "units"),
     (RoutesUnitsApart, "units"),
-    (RollsBackUnderAnOldNumber, "versions"),
     (StreamsItselfToItsEnd, "INV-3"),
     (NeverCutsAStream, "liveness"),
     (PlansForWhoStays, "keeps"),

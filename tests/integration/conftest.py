@@ -1,0 +1,24 @@
+"""What several of these tests look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engine_agent import building
+from engine_agent.memory_engine import MemoryEngine
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[MemoryEngine]:
+    """Every in-memory engine that was started, life after life."""
+    started: list[MemoryEngine] = []
+
+    class Noted(MemoryEngine):
+        def __init__(self, *args: Any, **how: Any) -> None:
+            super().__init__(*args, **how)
+            started.append(self)
+
+    monkeypatch.setattr(building, "MemoryEngine", Noted)
+    return started
