@@ -303,7 +303,7 @@ async def test_a_worker_misses_parameters_by_itself(rig: Rig, monkeypatch: pytes
     """INV-1: whatever the agent believed that the model needs."""
     await push(rig.engine, rig.state)
     lenient = replace(rig.facts.expected, optional=frozenset(rig.state))
-    monkeypatch.setattr(rig.engine._installer, "_expected", lenient)
+    monkeypatch.setattr(rig.engine._installer, "expected", lenient)
     await rig.engine.quiesce()
     partial = without_attention_of_layer_1(trained(rig.state, 53))
     with stage(partial, "999") as staged, pytest.raises(InstallFailed, match="were not loaded") as failure:

@@ -26,7 +26,7 @@ from controlplane.core.layout import DType
 from controlplane.core.plan import Transport
 from controlplane.processes import set_death_signal
 from controlplane.tensor_files import StoredTensor, read_file
-from engine_agent import agent
+from engine_agent import agent, building
 from engine_agent.engine import InstallReport, SegmentSpan, StagedWeights
 from engine_agent.memory_engine import MemoryEngine, MemorySettings
 from engine_agent.settings import EngineSettings
@@ -100,7 +100,7 @@ def engines_compare_with(case: Case) -> None:
     def make(settings: MemorySettings, engine_id: str, **how: bool) -> ComparingEngine:
         return ComparingEngine(settings, engine_id, case)
 
-    vars(agent)["MemoryEngine"] = make
+    vars(building)["MemoryEngine"] = make
 
 
 @dataclass(frozen=True)
