@@ -176,7 +176,7 @@ async def _declined(error: Exception, route: Route, search: Search, call: Proxie
     typed = engine_error(error, route, search) if isinstance(error, grpc.aio.AioRpcError) else error
     assert isinstance(typed, e.WeightplaneError)  # of the tree, or made from gRPC's
     if not call.begun and isinstance(typed, ELSEWHERE_MAY_DO) and time.monotonic() < search.patience:
-        log.info("engine_declined", engine=route.engine_id, reason=typed.reason, request=call.name)
+        log.info("engine_declined", engine=route.engine_id, reason=typed.reason, text=str(typed), request=call.name)
         search.tried.add((route.engine_id, route.incarnation))
         search.last_error = typed
         return

@@ -328,7 +328,13 @@ class RolloutClient:
         if not isinstance(error, ELSEWHERE_MAY_DO):
             raise error
         rest = ask.lost(error)
-        log.info("engine_declined", engine=route.engine_id, reason=error.reason, request=ask.assembly.request_id)
+        log.info(
+            "engine_declined",
+            engine=route.engine_id,
+            reason=error.reason,
+            text=str(error),
+            request=ask.assembly.request_id,
+        )
         if not isinstance(error, (e.RequestAborted, e.VersionChanged)):
             ask.tried.add((route.engine_id, route.incarnation))
         return rest
