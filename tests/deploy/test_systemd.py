@@ -111,7 +111,7 @@ def main_pid(machine: Machine, unit: str) -> int:
     return int(machine.show(unit, "MainPID")["MainPID"])
 
 
-def told(machine: Machine, *lines: str) -> None:
+def told(*lines: str) -> None:
     """What `make test-deploy -s` shows."""
     print(textwrap.indent("\n".join(lines), "  "))
 
@@ -119,7 +119,7 @@ def told(machine: Machine, *lines: str) -> None:
 def test_the_units_are_ready_and_say_what_they_serve(fleet: Machine) -> None:
     eventually_blocking(lambda: "2 of 2 engines routable" in status(fleet, COORDINATOR), within=SECONDS)
     shown = {unit: fleet.show(unit, "ActiveState", "Type", "StatusText") for unit in (COORDINATOR, *ENGINES, TRAINER)}
-    told(fleet, *(f"{unit}: {values['StatusText']}" for unit, values in shown.items()))
+    told(*(f"{unit}: {values['StatusText']}" for unit, values in shown.items()))
     assert {values["ActiveState"] for values in shown.values()} == {"active"}
     assert "policy 1." in shown[COORDINATOR]["StatusText"]
     owner = fleet.run("stat", "-c", "%U", "/var/lib/weightplane/coordinator/ledger.sqlite")
@@ -133,7 +133,7 @@ def test_inv10_an_agent_killed_by_kill_9_is_restarted_and_catches_up_without_a_t
     fleet.run("kill", "-9", str(main_pid(fleet, ENGINES[0])))
     eventually_blocking(lambda: fleet.show(ENGINES[0], "NRestarts")["NRestarts"] == "1", within=SECONDS)
     eventually_blocking(lambda: number(fleet, ENGINES[0]) == served, within=SECONDS)
-    told(fleet, f"{ENGINES[0]}: killed, started again: {status(fleet, ENGINES[0])}")
+    told(f"{ENGINES[0]}: killed, started again: {status(fleet, ENGINES[0])}")
 
 
 @pytest.mark.parametrize("unit", [ENGINES[0], COORDINATOR])
@@ -149,7 +149,7 @@ def test_the_watchdog_ends_a_daemon_that_hangs(fleet: Machine, unit: str) -> Non
     eventually_blocking(lambda: all(number(fleet, engine) for engine in ENGINES), within=SECONDS)
     said = fleet.run("journalctl", "-u", unit, "--no-pager", "-o", "cat")
     assert "Watchdog timeout" in said
-    told(fleet, f"{unit}: stopped, killed by the watchdog, started again: {status(fleet, unit)}")
+    told(f"{unit}: stopped, killed by the watchdog, started again: {status(fleet, unit)}")
 
 
 def test_a_stop_lets_the_requests_of_an_engine_finish(fleet: Machine) -> None:
@@ -160,7 +160,7 @@ def test_a_stop_lets_the_requests_of_an_engine_finish(fleet: Machine) -> None:
     chosen = f"weightplane-engine@{sampling.stdout.readline().strip()}"
     fleet.run("systemctl", "stop", chosen, timeout=90)
     said = sampling.communicate(timeout=30)[0].strip()
-    told(fleet, f"{chosen}: stopped; the request in it ended: {said} tokens")
+    told(f"{chosen}: stopped; the request in it ended: {said} tokens")
     assert said == "length 100"
     assert fleet.show(chosen, "Result", "ActiveState") == {"Result": "success", "ActiveState": "inactive"}
 
@@ -171,14 +171,14 @@ def test_inv7_a_trainer_that_was_fenced_is_not_started_again(fleet: Machine) -> 
     shown = fleet.show(TRAINER, "ExecMainStatus", "NRestarts", "Result")
     assert shown == {"ExecMainStatus": str(int(ExitCode.FENCED)), "NRestarts": "0", "Result": "exit-code"}
     eventually_blocking(lambda: "policy 2." in status(fleet, COORDINATOR), within=SECONDS)
-    told(fleet, f"{TRAINER}: fenced, {shown}; the other one pushes: {status(fleet, COORDINATOR)}")
+    told(f"{TRAINER}: fenced, {shown}; the other one pushes: {status(fleet, COORDINATOR)}")
 
 
 def test_the_coordinators_unit_takes_away_what_it_does_not_need(machine: Machine) -> None:
     said = machine.run("systemd-analyze", "security", "--no-pager", f"{COORDINATOR}.service")
     exposure = re.search(r"Overall exposure level for .*: ([\d.]+)", said)
     assert exposure is not None, said
-    told(machine, exposure[0])
+    told(exposure[0])
     assert float(exposure[1]) < 3.0, said
 
 
