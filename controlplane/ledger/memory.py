@@ -28,6 +28,7 @@ from controlplane.core.fleet_records import (
     UpdateWentGo,
 )
 from controlplane.core.lag import Commits, FleetCommit
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import FROZEN, NO_TERM, EngineId, ModelName, RunId, Term, UpdateId
 
 
@@ -38,6 +39,7 @@ class _Update:
     went_go: bool = False
     rolled: bool = False
     decided: bool = False
+    committed: bool = False
 
 
 class MemoryLedger:
@@ -97,7 +99,8 @@ class MemoryLedger:
                 self._update(record.update_id).rolled = True
                 self._serve(record)
             case UpdateDecided():
-                self._update(record.update_id).decided = True
+                update = self._update(record.update_id)
+                update.decided, update.committed = True, record.phase in (Phase.COMMITTED, Phase.DEGRADED)
                 self._serve(record)
             case FrozenServed():
                 model = self._model(record.model)
@@ -135,8 +138,6 @@ class MemoryLedger:
         model = self._model(record.model)
         told = {version: record.content_digest} if record.content_digest else {}
         known = model.digests | told
-        if record.ordinal > model.ordinal:
-            model.commits.note([FleetCommit(version, record.ordinal)])
         model.served, model.ordinal = record.served, record.ordinal
         model.digests = {v: known[v] for v in record.served if v in known}
 
@@ -173,8 +174,17 @@ class MemoryLedger:
                 term=terms.get(name, NO_TERM),
                 digests=dict(kept.digests),
                 checkpoints=dict(kept.checkpoints),
-                commits=Commits(list(kept.commits.latest)),
+                commits=self._commits(name, kept.ordinal),
             )
             for name in [*self._served, *terms]
             for kept in [self._served.get(name, ModelRecord())]
         }
+
+    def _commits(self, model: ModelName, ordinal: int) -> Commits:
+        """The latest: what was committed last is the commit with the model's ordinal, and they are dense."""
+        served = (
+            u.began.version for u in self._updates.values() if u.began.model == model and (u.committed or u.rolled)
+        )
+        commits = Commits()
+        commits.note(FleetCommit(v, ordinal - behind) for behind, v in enumerate(sorted(served, reverse=True)))
+        return commits

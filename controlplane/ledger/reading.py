@@ -122,10 +122,10 @@ def _models(
         model(name).served = (*model(name).served, version)
         if digest or version == FROZEN:  # a frozen model's is what it is, even if its engines told none
             model(name).digests[version] = digest
-    for name, record in models.items():
-        record.commits.note(_commits(db, name, record.ordinal))
     for kept in _checkpoints(db):
         model(kept.model).checkpoints[kept.version.number] = kept
+    for name, record in models.items():
+        record.commits.note(_commits(db, name, record.ordinal))
     return models
 
 
