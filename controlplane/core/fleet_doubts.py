@@ -1,8 +1,8 @@
 """Doubts: engines whose canary a strict majority of equal ones contradicts. The agent is told, and shuts its own gate.
 
 Judged at each report that may change the judgement, and before anything is decided by it: under a barrier no doubted
-engine ever serves the version. A majority is one of all equal engines that an update waits for, not of those which spoke
-first. One that comes late to a served version, and a rolling update's first, open before the others spoke.
+engine ever serves the version. A majority is one of all equal engines that an update waits for, not of those which
+spoke first. One that comes late to a served version, and a rolling update's first, open before the others spoke.
 """
 
 from __future__ import annotations
