@@ -159,18 +159,19 @@ class Hub:
             self.ticks += 1
 
     async def publish_forever(self) -> None:
-        """Views and routes, once for all events that came close together. Between two events, so that nothing is shown
-        that is not in the ledger (INV-9)."""
+        """Views and routes, once for all events that came close together, after the first of them were answered.
+        Between two events, so that nothing is shown that is not in the ledger (INV-9)."""
+        rest = VIEW_SECONDS
         while True:
             await self._seen.wait()
+            await asyncio.sleep(rest)
             async with self._lock:
                 self._seen.clear()
                 began = time.monotonic()
                 if not self.failed.done():
                     self._publish_moved()
                     self._publish_views()
-                took = time.monotonic() - began
-            await asyncio.sleep(max(VIEW_SECONDS, VIEW_REST * took))
+                rest = max(VIEW_SECONDS, VIEW_REST * (time.monotonic() - began))
 
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
