@@ -1,9 +1,9 @@
 """What 1,000 agents' sessions cost a coordinator, and how soon it routes to nobody who is gone.
 
-Real engine agents with in-memory engines, 250 in a process, each with a connection and a session of its own, which says
-its state once a second. The coordinator is a process, as it is started by people, its log and its ledger on disk. After
-all are known and a while to settle, its CPU time is read over a span in which nothing else happens: no update, nobody who
-looks at the fleet. Memory is its proportional set size at the end of that span.
+Real engine agents with in-memory engines, 250 in a process, each with a connection and a session of its own, which
+says its state once a second. The coordinator is a process, as it is started by people, its log and its ledger on disk.
+After all are known and a while to settle, its CPU time is read over a span in which nothing else happens: no update,
+nobody who looks at the fleet. Memory is its proportional set size at the end of that span.
 
 Meanwhile a client watches the routes of three further engines, of a model that they serve from their start. One is
 killed (SIGKILL), one is stopped (SIGSTOP), and of one the network is cut: the relay before it is stopped, and neither
