@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from controlplane.core import fleet_engines
+from controlplane.core import fleet_events as events
 from controlplane.core.canary import AT_LEAST, MAX_CANDIDATES, Canary, Verification, difference, judge
 from controlplane.core.engine_state import Held, Progress, Stage, Unset
 from controlplane.core.update_transaction import Phase, UpdateTransaction
@@ -87,8 +88,13 @@ def test_while_all_agree_nobody_is_judged_before_the_decision_and_all_are_verifi
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     f = Singers(12)
-    judged = []
-    monkeypatch.setattr(fleet_engines, "judge_all", lambda *given: judged.append(given) or [])
+    judged: list[object] = []
+
+    def note(*given: object) -> list[events.Effect]:
+        judged.append(given)
+        return []
+
+    monkeypatch.setattr(fleet_engines, "judge_all", note)
     for update_id in ("u1", "u2"):
         update = f.go(update_id)
         for name in f.by_name:
