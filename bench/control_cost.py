@@ -38,10 +38,10 @@ from trainer_agent.sources.iterable import IterableSource
 DEADLINE_SECONDS = 900
 QUICK_DEADLINE_SECONDS = 75
 SIZES = (1, 4, 16, 64, 256, 1024)
-QUICK_SIZES = (1, 4, 16)
+QUICK_SIZES = (1, 8)
 RAY_SIZES = (1, 4, 16, 64)
 """An actor is a process of 50 MB and a second of CPU at its start."""
-QUICK_RAY_SIZES = (1, 4)
+QUICK_RAY_SIZES = (1,)
 PUSHES = 4096
 """So many engine updates are measured at each N, within the rounds below."""
 MIN_ROUNDS, MAX_ROUNDS = 7, 200
@@ -120,7 +120,7 @@ class Measured:
 
 
 def _of_size(directory: Path, engines: int, *, with_ray: bool, quick: bool) -> Measured:
-    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, PUSHES // engines)) if not quick else MIN_ROUNDS * 2
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, PUSHES // engines)) if not quick else MIN_ROUNDS
     with ExitStack() as stack:
         contenders = {
             "ours": stack.enter_context(_ours(directory / f"ours-{engines}", engines)),

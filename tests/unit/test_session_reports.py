@@ -1,4 +1,4 @@
-"""When an engine agent tells the coordinator of its state: at once what something waits for, the rest a moment later."""
+"""When an agent tells the coordinator of its engine: at once what something waits for, the rest a moment later."""
 
 from __future__ import annotations
 
