@@ -16,7 +16,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants fuzz kill-matrix sweep bench check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants fuzz kill-matrix sweep bench bench-quick check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -54,8 +54,14 @@ kill-matrix: setup ## kill each process at each phase of an update; writes docs/
 sweep: setup ## split models in every way over real Megatron ranks (4, or RANKS=8): engines must get their checkpoint
 	$(BIN)/python -m tests.sweep.run --ranks $(or $(RANKS),4)
 
-bench: setup ## what the control plane itself costs
-	$(BIN)/python bench/control_cost.py
+# The benchmark needs the parts that it compares with: a set-up of its own extras, beside those of $(EXTRAS).
+bench: ## measure everything against what one would pick instead; writes docs/benchmarks.md (up to 40 minutes)
+	@$(MAKE) --no-print-directory setup EXTRAS=$(EXTRAS),bench
+	$(BIN)/python -m bench.run $(foreach name,$(ONLY),--only $(name))
+
+bench-quick: ## the same, small, printed only (up to 3 minutes)
+	@$(MAKE) --no-print-directory setup EXTRAS=$(EXTRAS),bench
+	$(BIN)/python -m bench.run --quick $(foreach name,$(ONLY),--only $(name))
 
 check: setup ## style, types, protos, generated code and import rules, in a minute
 	@$(MAKE) --no-print-directory -j2 -k --output-sync=target check-types check-style check-protos check-imports
