@@ -112,14 +112,14 @@ def wire_fleet(weights: Weights, *, transport: str, engines: int = 1) -> Iterato
     """`transport`: how the coordinator plans, whatever host the engines are on."""
     with tempfile.TemporaryDirectory() as at:
         directory = Path(at)
-        processes = [_start(directory, "coordinator", _coordinator(directory, transport))]
+        processes = [start_module(directory, "coordinator", _coordinator(directory, transport))]
         try:
             address_file = directory / "address"
-            _wait(address_file.exists)
+            wait_until(address_file.exists)
             address = address_file.read_text()
             for i in range(engines):
-                processes.append(_start(directory, f"e{i}", [__name__, address, str(directory), f"e{i}"]))
-            _wait(lambda: _engines(address) == engines)
+                processes.append(start_module(directory, f"e{i}", [__name__, address, str(directory), f"e{i}"]))
+            wait_until(lambda: _engines(address) == engines)
             with _rank(directory, address, weights) as rank:
                 yield WireFleet(address, rank)
         finally:
@@ -158,14 +158,14 @@ def _engines(address: str) -> int:
     return 0
 
 
-def _start(directory: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+def start_module(directory: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
     with (directory / f"{name}.log").open("wb") as log:
         return subprocess.Popen(
             [sys.executable, "-m", *command], stdout=log, stderr=log, env={**os.environ, **_QUIET}
         )
 
 
-def _wait(check: Callable[[], bool]) -> None:
+def wait_until(check: Callable[[], bool]) -> None:
     deadline = time.monotonic() + START_SECONDS
     while not check():
         if time.monotonic() > deadline:
