@@ -70,7 +70,9 @@ async def _complete(request: web.Request) -> web.Response:
     asked = await request.json()
     choice = {"index": 0, "text": "", "token_ids": TOKENS, "logprobs": [-1.0] * len(TOKENS), "finish_reason": "length"}
     usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(TOKENS)}
-    return web.json_response({"id": "1", "object": "text_completion", "model": MODEL, "choices": [choice]} | {"usage": usage})
+    return web.json_response(
+        {"id": "1", "object": "text_completion", "model": MODEL, "choices": [choice]} | {"usage": usage}
+    )
 
 
 async def _healthy(request: web.Request) -> web.Response:
@@ -79,7 +81,9 @@ async def _healthy(request: web.Request) -> web.Response:
 
 async def _serve_http() -> None:
     app = web.Application()
-    app.add_routes([web.get("/health", _healthy), web.get("/v1/models", _healthy), web.post("/v1/completions", _complete)])
+    app.add_routes(
+        [web.get("/health", _healthy), web.get("/v1/models", _healthy), web.post("/v1/completions", _complete)]
+    )
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

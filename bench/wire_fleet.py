@@ -160,9 +160,7 @@ def _engines(address: str) -> int:
 
 def start_module(directory: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
     with (directory / f"{name}.log").open("wb") as log:
-        return subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=log, stderr=log, env={**os.environ, **_QUIET}
-        )
+        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log, env={**os.environ, **_QUIET})
 
 
 def wait_until(check: Callable[[], bool]) -> None:

@@ -22,6 +22,7 @@ class BroadcastReceiver:
     """By copy. `close` does not wait for a broadcast: it ends the link, unless everything has come."""
 
     releases_at_once = True
+    quick = False
     keeps = True
 
     def __init__(self, staging: Staging, link: ReceiverLink) -> None:

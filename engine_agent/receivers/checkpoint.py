@@ -31,6 +31,7 @@ class CheckpointReceiver:
     """By reference; nobody's memory waits for it. `close` never waits for a read: a disk may hang."""
 
     releases_at_once = True
+    quick = False
     keeps = True
 
     def __init__(self, root: Path, name: str, manifest: CheckpointManifest) -> None:

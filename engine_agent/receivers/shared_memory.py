@@ -58,6 +58,7 @@ class SharedMemoryReceiver:
     """By reference: the sender's memory is free only when the update is over."""
 
     releases_at_once = False
+    quick = False
     keeps = False
 
     def __init__(self, layout: Layout, host_id: str, device_uuids: tuple[str, ...]) -> None:

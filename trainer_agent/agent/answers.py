@@ -66,7 +66,8 @@ class Outgoing:
         self._call = call
         self._writing: asyncio.Future[None] | None = None
 
-    async def write(self, frame: Request) -> None:
+    async def write(self, frame: Request | bytes) -> None:
+        """`frame`: or one that is serialized."""
         self._writing = asyncio.ensure_future(self._call.write(frame))
         self._writing.add_done_callback(
             lambda write: write.cancelled() or write.exception()
