@@ -26,7 +26,7 @@ async def _take(requests: AsyncIterator[bytes], context: Any) -> bytes:
 
 async def _serve() -> None:
     server = grpc.aio.server(options=SERVER_OPTIONS)
-    handler = grpc.stream_unary_rpc_method_handler(_take)
+    handler: Any = grpc.stream_unary_rpc_method_handler(_take)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("bench.Bare", {"Take": handler})])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
@@ -50,7 +50,7 @@ async def _send(address: str, messages: Sequence[bytes]) -> float:
     async with open_channel(address) as channel:
         await channel.channel_ready()
         started = time.perf_counter()
-        call = channel.stream_unary(METHOD)()
+        call: Any = channel.stream_unary(METHOD)()
         for message in messages:
             await call.write(message)
         await call.done_writing()

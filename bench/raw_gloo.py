@@ -5,13 +5,16 @@ Also the other end of our own link by itself (`link_receiver`): joined, and then
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from subprocess import PIPE, Popen
 from typing import Any
 
+import structlog
 import torch
 import torch.distributed as dist
 
@@ -21,6 +24,8 @@ from weightplane.v1 import weight_update_pb2
 
 ENGINE = ("e0", "life-0")
 GO = b"\n"
+LIMIT = timedelta(seconds=60)
+_c10d: Any = dist
 
 
 def nothing() -> None:
@@ -53,9 +58,9 @@ class Receiver:
 @contextmanager
 def raw_pair(pieces: Sequence[torch.Tensor]) -> Iterator[Any]:
     """A function that broadcasts the pieces once by raw gloo; it returns the seconds."""
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    store = _c10d.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     receiver = Receiver("raw", f"127.0.0.1:{store.port}", [p.numel() for p in pieces])
-    group = dist.ProcessGroupGloo(store, 0, 2)
+    group = _c10d.ProcessGroupGloo(store, 0, 2, LIMIT)
     try:
         receiver.wait()
         yield lambda: _timed(receiver, lambda: _broadcast_all(group, pieces))
@@ -103,7 +108,7 @@ def _send_all(link: SenderLink, pieces: Sequence[torch.Tensor]) -> None:
 
 def _receive_raw(address: str, targets: Sequence[torch.Tensor]) -> Any:
     host, _, port = address.partition(":")
-    group = dist.ProcessGroupGloo(dist.TCPStore(host, int(port), None, False, wait_for_workers=False), 1, 2)
+    group = _c10d.ProcessGroupGloo(_c10d.TCPStore(host, int(port), None, False, wait_for_workers=False), 1, 2, LIMIT)
     return lambda: _broadcast_all(group, targets)
 
 
@@ -111,7 +116,8 @@ def _receive_link(address: str, targets: Sequence[torch.Tensor]) -> Any:
     link_id, _, rendezvous = address.partition("/")
     link = ReceiverLink(LinkPlace(link_id, rendezvous, size=2, position=1, term=1), ENGINE[0])
     link.join()
-    views = [memoryview(target.numpy()) for target in targets]
+    arrays: list[Any] = [target.numpy() for target in targets]
+    views = [memoryview(array) for array in arrays]
 
     def receive() -> None:
         for view in views:
@@ -124,6 +130,7 @@ def main() -> None:
     """raw or link, where to, and the sizes of the pieces."""
     kind, address, *sizes = sys.argv[1:]
     torch.set_num_threads(1)
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     targets = [torch.zeros(int(size), dtype=torch.uint8) for size in sizes]
     receive = (_receive_raw if kind == "raw" else _receive_link)(address, targets)
     print("received", flush=True)  # it is there
