@@ -1,9 +1,9 @@
 """Broadcasts over gloo and bytes by reference, each against what lies under it.
 
-The link alone: 269 MB in pieces of 64 MiB through `SenderLink` and `ReceiverLink`, against one broadcast of them by raw
-gloo between two processes; from the first piece to the receiver's word. The whole push: begin to go by the coordinator's
-clock, in which the rank also copies and sums, and the engine's agent sums, against the same raw gloo. shared_memory:
-begin to go of the same push, against one memcpy of its bytes into memory that is there.
+The link alone: 269 MB in pieces of 64 MiB through `SenderLink` and `ReceiverLink`, against one broadcast of them by
+raw gloo between two processes; from the first piece to the receiver's word. The whole push: begin to go by the
+coordinator's clock, in which the rank also copies and sums, and the engine's agent sums, against the same raw gloo.
+shared_memory: begin to go of the same push, against one memcpy of its bytes into memory that is there.
 """
 
 from __future__ import annotations

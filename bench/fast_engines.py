@@ -3,8 +3,8 @@
     python -m bench.fast_engines grpc|http
 
 prints its address. The gRPC one speaks Rollout, and WatchRoutes too, in which it names itself; both are bare servicers
-of grpc.aio. The HTTP one is what vllm-router needs: /health, /v1/models and /v1/completions. Each answers a request with
-the same tokens in one message.
+of grpc.aio. The HTTP one is what vllm-router needs: /health, /v1/models and /v1/completions. Each answers a request
+with the same tokens in one message.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class _Fleet(fleet_pb2_grpc.FleetServicer):
 
 
 async def _serve_grpc() -> None:
-    server, fleet = grpc.aio.server(options=SERVER_OPTIONS), _Fleet()
-    rollout_pb2_grpc.add_RolloutServicer_to_server(_Engine(), server)
+    server, fleet = grpc.aio.server(options=SERVER_OPTIONS), _Fleet()  # type: ignore[abstract]  # one call each
+    rollout_pb2_grpc.add_RolloutServicer_to_server(_Engine(), server)  # type: ignore[abstract]
     fleet_pb2_grpc.add_FleetServicer_to_server(fleet, server)
     fleet.endpoint = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
@@ -70,9 +70,8 @@ async def _complete(request: web.Request) -> web.Response:
     asked = await request.json()
     choice = {"index": 0, "text": "", "token_ids": TOKENS, "logprobs": [-1.0] * len(TOKENS), "finish_reason": "length"}
     usage = {"prompt_tokens": len(asked["prompt"]), "completion_tokens": len(TOKENS)}
-    return web.json_response(
-        {"id": "1", "object": "text_completion", "model": MODEL, "choices": [choice]} | {"usage": usage}
-    )
+    whole = {"id": "1", "object": "text_completion", "model": MODEL, "choices": [choice], "usage": usage}
+    return web.json_response(whole)
 
 
 async def _healthy(request: web.Request) -> web.Response:
@@ -81,9 +80,8 @@ async def _healthy(request: web.Request) -> web.Response:
 
 async def _serve_http() -> None:
     app = web.Application()
-    app.add_routes(
-        [web.get("/health", _healthy), web.get("/v1/models", _healthy), web.post("/v1/completions", _complete)]
-    )
+    app.add_routes([web.get(path, _healthy) for path in ("/health", "/v1/models")])
+    app.add_routes([web.post("/v1/completions", _complete)])
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0)

@@ -38,9 +38,8 @@ def one_engine_fleet(directory: Path) -> Iterator[tuple[str, str]]:
     lines = {"listen": "127.0.0.1:0", "address_file": address_file, "run_id": RUN, "state_dir": directory}
     config = directory / "coordinator.toml"
     config.write_text("".join(f'{name} = "{value}"\n' for name, value in lines.items()))
-    processes = [
-        start_module(directory, "coordinator", ["controlplane.cli.main", "coordinator", "--config", str(config)])
-    ]
+    command = ["controlplane.cli.main", "coordinator", "--config", str(config)]
+    processes = [start_module(directory, "coordinator", command)]
     try:
         wait_until(address_file.exists)
         address = address_file.read_text()

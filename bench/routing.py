@@ -91,16 +91,18 @@ async def _all_widths(
 
 @asynccontextmanager
 async def _routed(engine: str, http: str, router: str) -> AsyncIterator[Mapping[str, Call]]:
-    connector = aiohttp.TCPConnector(limit=0)
-    async with open_channel(engine) as channel, RolloutClient(engine) as rollouts:
-        async with aiohttp.ClientSession(connector=connector) as session:
-            await _answers(session, router)
-            yield {
-                "stub": lambda: _ask(channel, RUN),
-                "RolloutClient": lambda: _generate(rollouts),
-                "HTTP": lambda: _post(session, http),
-                "vllm-router": lambda: _post(session, router),
-            }
+    async with (
+        open_channel(engine) as channel,
+        RolloutClient(engine) as rollouts,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
+    ):
+        await _answers(session, router)
+        yield {
+            "stub": lambda: _ask(channel, RUN),
+            "RolloutClient": lambda: _generate(rollouts),
+            "HTTP": lambda: _post(session, http),
+            "vllm-router": lambda: _post(session, router),
+        }
 
 
 @asynccontextmanager

@@ -32,6 +32,7 @@ from trainer_agent.sources.iterable import IterableSource
 from weightplane.v1 import fleet_pb2
 
 RUN = "bench-wire"
+ENGINE = __name__
 START_SECONDS = 60.0
 HIDDEN, INTERMEDIATE, KV, VOCABULARY, LAYERS = 576, 1536, 192, 49_152, 30
 _QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
@@ -117,8 +118,8 @@ def wire_fleet(weights: Weights, *, transport: str, engines: int = 1) -> Iterato
             address_file = directory / "address"
             wait_until(address_file.exists)
             address = address_file.read_text()
-            for i in range(engines):
-                processes.append(start_module(directory, f"e{i}", [__name__, address, str(directory), f"e{i}"]))
+            names = [f"e{i}" for i in range(engines)]
+            processes += [start_module(directory, n, [ENGINE, address, str(directory), n]) for n in names]
             wait_until(lambda: _engines(address) == engines)
             with _rank(directory, address, weights) as rank:
                 yield WireFleet(address, rank)
