@@ -22,7 +22,7 @@ import aiohttp
 
 from bench.fast_engines import MODEL, RUN, fast_engine
 from bench.harness import Row, percentile
-from bench.processes import one_engine_fleet, vllm_router_before
+from bench.routing_processes import one_engine_fleet, vllm_router_before
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.channels import open_channel

@@ -21,7 +21,9 @@ MAX_HEARD = 8
 """Frames from the agent that may wait here: it says three things in a stream, apart from releases."""
 MAX_REASON_LENGTH = 4096
 
-Call = grpc.aio.StreamStreamCall[weight_update_pb2.UpdateWeightsRequest, weight_update_pb2.UpdateWeightsResponse]
+Call = grpc.aio.StreamStreamCall[
+    weight_update_pb2.UpdateWeightsRequest | bytes, weight_update_pb2.UpdateWeightsResponse
+]
 Request = weight_update_pb2.UpdateWeightsRequest
 Frames = asyncio.Queue[weight_update_pb2.UpdateWeightsResponse | None]
 """What the agent said; None: it ended the stream."""
