@@ -34,8 +34,8 @@ class Constants:
     shared_rate: float = 1.7 * GB
     """By shared memory: one copy and two checksums."""
     report_seconds: float = 0.0002
-    """Of the coordinator's CPU, for one report of one agent. Unless it was measured: the goal's own limit, 20 % of a core
-    for 1,000 reports a second."""
+    """Of the coordinator's CPU, for one report of one agent. Unless it was measured: the goal's own limit, 20 % of a
+    core for 1,000 reports a second."""
     reports_per_update: int = 4
     """Of one engine in one update, beside the regular ones: receiving, ready, installing, applied."""
 
@@ -63,7 +63,8 @@ class Fleet:
     shards: int
     """Over how many ranks one copy of the weights is split (TP x PP x EP)."""
     nic_rate: float
-    """Of one rank, and of one engine host, one way."""
+    """Of one GPU, one way."""
+    engine_gpus: int = 8
 
 
 MODELS = (
@@ -117,7 +118,7 @@ def sharded_seconds(model: Model, fleet: Fleet) -> float:
     """If each rank sent only what it has, straight to who needs it (not built): all engines' bytes leave through all
     ranks' NICs, and come in through all of an engine's."""
     out = model.byte_count * fleet.engines / (fleet.ranks * fleet.nic_rate)
-    return max(out, model.byte_count / (GPUS_OF_A_NODE * fleet.nic_rate))
+    return max(out, model.byte_count / (fleet.engine_gpus * fleet.nic_rate))
 
 
 def relay_seconds(byte_count: float, engines: int, width: int, rate: float, chunk_bytes: float) -> float:
@@ -169,9 +170,8 @@ def transfers(fleet: Fleet, constants: Constants) -> list[str]:
         for model in MODELS
     ]
     each = engines_of_a_leader(fleet)
-    title = (
-        f"{fleet.engines:,} engines, {fleet.ranks:,} ranks ({each} to a leader), NICs of {amount(fleet.nic_rate)}/s:"
-    )
+    nics = f"NICs of {amount(fleet.nic_rate)}/s"
+    title = f"{fleet.engines:,} engines, {fleet.ranks:,} ranks (at most {each} engines to a leader), {nics}:"
     return [title, "", *table(head, rows)]
 
 
@@ -231,8 +231,9 @@ def seconds(value: float) -> str:
 def page(constants: Constants) -> list[str]:
     """All tables, under their titles."""
     lines = [
-        f"Measured: inline {amount(constants.inline_rate)}/s, a gloo link {amount(constants.link_rate)}/s, shared memory "
-        f"{amount(constants.shared_rate)}/s, a report {constants.report_seconds * 1e6:.0f} µs of the coordinator's CPU.",
+        f"Put in: inline {amount(constants.inline_rate)}/s, a gloo link {amount(constants.link_rate)}/s,",
+        f"shared memory {amount(constants.shared_rate)}/s,",
+        f"a report {constants.report_seconds * 1e6:.0f} µs of the coordinator's CPU.",
         "",
     ]
     for fleet in FLEETS:
