@@ -109,8 +109,10 @@ class WireFleet:
 
 
 @contextmanager
-def wire_fleet(weights: Weights, *, transport: str, engines: int = 1) -> Iterator[WireFleet]:
-    """`transport`: how the coordinator plans, whatever host the engines are on."""
+def wire_fleet(
+    weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = False
+) -> Iterator[WireFleet]:
+    """`transport`: how the coordinator plans, whatever host the engines are on. `keep_staging`: the agents' setting."""
     with tempfile.TemporaryDirectory() as at:
         directory = Path(at)
         processes = [start_module(directory, "coordinator", _coordinator(directory, transport))]
@@ -118,8 +120,9 @@ def wire_fleet(weights: Weights, *, transport: str, engines: int = 1) -> Iterato
             address_file = directory / "address"
             wait_until(address_file.exists)
             address = address_file.read_text()
+            keep = ["keep"] if keep_staging else []
             names = [f"e{i}" for i in range(engines)]
-            processes += [start_module(directory, n, [ENGINE, address, str(directory), n]) for n in names]
+            processes += [start_module(directory, n, [ENGINE, address, str(directory), n, *keep]) for n in names]
             wait_until(lambda: _engines(address) == engines)
             with _rank(directory, address, weights) as rank:
                 yield WireFleet(address, rank)
@@ -173,8 +176,8 @@ def wait_until(check: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """An engine agent as a process: coordinator, directory, name."""
-    address, directory, name = sys.argv[1:]
+    """An engine agent as a process: coordinator, directory, name, and `keep` if it keeps its staging."""
+    address, directory, name, *keep = sys.argv[1:]
     settings = EngineSettings(
         engine_id=name,
         coordinator=address,
@@ -182,6 +185,7 @@ def main() -> None:
         state_dir=Path(directory) / "engines",
         backend="memory",
         memory=MemorySettings(tensors=smollm2_shapes(), dtype=DType.BF16),
+        keep_staging=bool(keep),
     )
     sys.exit(asyncio.run(run_engine(settings)))
 

@@ -95,7 +95,15 @@ def new_life(
     """`state`: what it begins with, if it is not a start."""
     state = state or _new_state(settings)
     engine, streaming = new_engine(settings, members), settings.apply == "streaming"
-    return EngineLife(state, engine, memory, deltas=settings.deltas, streaming=streaming, pause=settings.pause)
+    return EngineLife(
+        state,
+        engine,
+        memory,
+        deltas=settings.deltas,
+        keep_staging=settings.keep_staging,
+        streaming=streaming,
+        pause=settings.pause,
+    )
 
 
 def new_engine(settings: EngineSettings, members: Members | None) -> Engine:

@@ -75,6 +75,9 @@ class BroadcastReceiver:
     def staged(self, label: str) -> StagedWeights:
         return self._staging.staged(label)
 
+    def installed(self) -> None:
+        self._staging.installed = True
+
     def close(self) -> None:
         self._link.leave()
         with self._guard:

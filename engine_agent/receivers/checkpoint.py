@@ -97,6 +97,9 @@ class CheckpointReceiver:
         placements = [self._places[i] for i in range(len(self._layout.tensors))]
         return StagedWeights(layout=self._layout, label=label, chunks={"": spans}, placements=placements)
 
+    def installed(self) -> None:
+        """Its memory is not this side's."""
+
     def close(self) -> None:
         """At once where nothing reads; else whoever reads notices, and closes the files as it leaves."""
         with self._guard:

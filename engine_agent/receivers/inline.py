@@ -48,6 +48,9 @@ class InlineReceiver:
             require_open(self._staging.closed)
             self._staging.forget(tensors)
 
+    def installed(self) -> None:
+        self._staging.installed = True
+
     def close(self) -> None:
         with self._in_use:
             self._staging.close()

@@ -62,6 +62,10 @@ class Receiver(Protocol):
         """Everything, for the install. Valid until `close`."""
         ...
 
+    def installed(self) -> None:
+        """The version was installed, whole: no worker reads what is staged any more (INV-12)."""
+        ...
+
     def close(self) -> None:
         """Unmap and forget. Idempotent."""
         ...

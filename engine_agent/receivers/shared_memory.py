@@ -35,6 +35,9 @@ class _Segment:
     view: mmap.mmap
     size: int
 
+    def installed(self) -> None:
+        """Its memory is not this side's."""
+
     def close(self) -> None:
         self.view.close()
         os.close(self.descriptor)
