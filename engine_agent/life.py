@@ -67,9 +67,9 @@ class EngineLife:
         streaming: bool = False,
         pause: PausePolicy = KEEP,
     ) -> None:
-        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `keep_staging`: memory that a version
-        came into is kept for the next one. `streaming`: updates that are installed as they come are taken. `pause`: of
-        installs, unless their writers say how."""
+        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `keep_staging`: memory that one
+        version came into is kept for the next. `streaming`: updates that are installed as they come are taken.
+        `pause`: of installs, unless their writers say how."""
         self.pause = pause
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
