@@ -171,7 +171,7 @@ def transfers(fleet: Fleet, constants: Constants) -> list[str]:
     ]
     each = engines_of_a_leader(fleet)
     nics = f"NICs of {amount(fleet.nic_rate)}/s"
-    title = f"{fleet.engines:,} engines, {fleet.ranks:,} ranks (at most {each} engines to a leader), {nics}:"
+    title = f"{fleet.engines:,} engines, {fleet.ranks:,} ranks ({each} to a leader at most), {nics}:"
     return [title, "", *table(head, rows)]
 
 
