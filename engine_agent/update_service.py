@@ -234,11 +234,32 @@ class _Attempt:
             self._life.spare,
         )
         if not update.streaming:
-            self._keep(make_receiver(incoming))
+            self._keep(await self._made(incoming))
             return
         receiver = make_part_receiver(incoming)
         self._parts = StreamedParts(self._life, self._stream, receiver)
         self._keep(receiver)
+
+    async def _made(self, incoming: Incoming) -> Receiver:
+        """Room for a large model takes many seconds to make: not the loop's, which has heartbeats to send. That of a
+        delta is made at once, while its base is certainly there.
+
+        Raises UpdateAborted: the update ended meanwhile.
+        """
+        if incoming.base is not None:
+            return make_receiver(incoming)
+        making = asyncio.ensure_future(asyncio.to_thread(make_receiver, incoming))
+        try:
+            receiver = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_made)
+            raise
+        try:
+            self._my_update()
+        except e.UpdateAborted:
+            receiver.close()
+            raise
+        return receiver
 
     def _base_of(self, update: events.Update) -> StagedWeights | None:
         """Of a delta: the bytes that it changes."""
@@ -385,6 +406,12 @@ class _Attempt:
             self._life.start_install(_only(events.StartInstall, effects))
         else:
             self._parts.finish()
+
+
+def _close_made(making: asyncio.Future[Receiver]) -> None:
+    """Nobody waits for it any more."""
+    if making.exception() is None:
+        making.result().close()
 
 
 def _only(kind: type, effects: list[events.Effect]) -> Any:

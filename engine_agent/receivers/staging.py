@@ -47,37 +47,41 @@ class _Memory:
 
 
 class Spare:
-    """Memory that nobody reads any more, kept for the next version of the same size. One event loop uses it."""
+    """Memory that nobody reads any more, kept for the next version of the same size. Thread-safe."""
 
     def __init__(self, *, wanted: bool) -> None:
         """Not `wanted`: nothing is ever kept."""
         self._wanted = wanted
         self._memory: _Memory | None = None
+        self._guard = threading.Lock()
 
     def take(self, size: int) -> _Memory | None:
         """Of just that size; what is of another is let go of."""
-        memory, self._memory = self._memory, None
+        memory = self._swap(None)
         if memory is not None and memory.size != size:
             memory.close()
             return None
         return memory
 
     def give(self, memory: _Memory) -> None:
-        self._let_go()
-        if self._wanted:
-            self._memory = memory
-        else:
-            memory.close()
+        """The one that was there, or this one where none is wanted, is let go of."""
+        old = self._swap(memory)
+        if old is not None:
+            old.close()
 
     def close(self) -> None:
         """Let go of it, and of all that is still to come. Idempotent."""
         self._wanted = False
-        self._let_go()
+        old = self._swap(None)
+        if old is not None:
+            old.close()
 
-    def _let_go(self) -> None:
-        memory, self._memory = self._memory, None
-        if memory is not None:
-            memory.close()
+    def _swap(self, memory: _Memory | None) -> _Memory | None:
+        with self._guard:
+            if not self._wanted and memory is not None:
+                return memory
+            old, self._memory = self._memory, memory
+            return old
 
 
 class Staging:
