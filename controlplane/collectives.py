@@ -26,6 +26,9 @@ OPERATION_SECONDS = 30.0
 GRACE_SECONDS = 5.0
 """Beyond that: then we give an operation up that should have ended by itself."""
 POLL_SECONDS = 0.002
+SHORTEST_POLL_SECONDS = 0.00005
+POLL_SHARE = 0.03
+"""Of what an operation took so far: its end is noticed so much too late at most. A piece of 64 MiB takes 20 ms."""
 
 _c10d: Any = dist
 """Stores and the groups' options are public in torch.distributed, but not in its stubs."""
@@ -90,13 +93,14 @@ def end(work: Any, between: Between) -> None:
     Raises:
         RuntimeError: it failed, or did not end in time. What `between` raises: the operation goes on then.
     """
-    deadline = time.monotonic() + OPERATION_SECONDS + GRACE_SECONDS
+    began = time.monotonic()
     try:
         while not work.is_completed():
             between()
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - began
+            if waited > OPERATION_SECONDS + GRACE_SECONDS:
                 raise RuntimeError(f"an operation did not end within {OPERATION_SECONDS + GRACE_SECONDS} s")
-            time.sleep(POLL_SECONDS)
+            time.sleep(min(POLL_SECONDS, SHORTEST_POLL_SECONDS + waited * POLL_SHARE))
         work.wait()
     finally:
         del work  # it holds the memory, and an error's traceback would hold it

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import structlog
 
+from controlplane.allocator import keep_freed_memory
 from controlplane.config import ConfigError
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life
@@ -48,6 +49,7 @@ RESTART_WAIT_SECONDS = (1.0, 30.0)
 
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
     """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
+    keep_freed_memory()
     stop = stop or asyncio.Event()
     holder = EngineLifeHolder()
     members = members_of(settings)

@@ -26,7 +26,7 @@ from engine_agent.remembered import Memory
 from engine_agent.rollout_service import RolloutService
 from engine_agent.session import Membership
 from engine_agent.settings import EngineSettings
-from engine_agent.update_service import WeightUpdateService
+from engine_agent.update_service import WeightUpdateService, add_weight_update
 from weightplane.local.v1 import member_pb2, member_pb2_grpc
 from weightplane.v1 import (
     lifecycle_pb2,
@@ -34,7 +34,6 @@ from weightplane.v1 import (
     rollout_pb2,
     rollout_pb2_grpc,
     weight_update_pb2,
-    weight_update_pb2_grpc,
 )
 
 if TYPE_CHECKING:
@@ -96,7 +95,15 @@ def new_life(
     """`state`: what it begins with, if it is not a start."""
     state = state or _new_state(settings)
     engine, streaming = new_engine(settings, members), settings.apply == "streaming"
-    return EngineLife(state, engine, memory, deltas=settings.deltas, streaming=streaming, pause=settings.pause)
+    return EngineLife(
+        state,
+        engine,
+        memory,
+        deltas=settings.deltas,
+        keep_staging=settings.keep_staging,
+        streaming=streaming,
+        pause=settings.pause,
+    )
 
 
 def new_engine(settings: EngineSettings, members: Members | None) -> Engine:
@@ -148,7 +155,7 @@ def services_of(
     ]
     return (own if members is not None else []) + [
         add(
-            weight_update_pb2_grpc.add_WeightUpdateServicer_to_server,
+            add_weight_update,
             WeightUpdateService(
                 holder, settings.stream_idle_seconds, settings.checkpoint_root, transports_of(settings.transports)
             ),

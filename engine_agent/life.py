@@ -41,7 +41,7 @@ from engine_agent.kept_base import BaseKeeper
 from engine_agent.lent import LentDevices
 from engine_agent.outcomes import Outcomes
 from engine_agent.progress import Progress
-from engine_agent.receivers import Receiver
+from engine_agent.receivers import Receiver, Spare
 from engine_agent.receivers.links import EngineLinks
 from engine_agent.remembered import Memory, Remembered
 from engine_agent.requests import Requests
@@ -63,11 +63,13 @@ class EngineLife:
         memory: Memory,
         *,
         deltas: bool = False,
+        keep_staging: bool = False,
         streaming: bool = False,
         pause: PausePolicy = KEEP,
     ) -> None:
-        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `streaming`: updates that are
-        installed as they come are taken. `pause`: of installs, unless their writers say how."""
+        """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `keep_staging`: memory that one
+        version came into is kept for the next. `streaming`: updates that are installed as they come are taken.
+        `pause`: of installs, unless their writers say how."""
         self.pause = pause
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
@@ -88,6 +90,7 @@ class EngineLife:
         self.waiting = 0
         """Requests outside the gate."""
         self.base = BaseKeeper(wanted=deltas)
+        self.spare = Spare(wanted=keep_staging)
         self._takes_streaming = streaming
         self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.lent = LentDevices(self.core, memory, self.apply)
@@ -154,6 +157,7 @@ class EngineLife:
             task.cancel()
         for stream in list(self._receivers):
             self.drop(stream)
+        self.spare.close()
         self.links.close()
         await self.engine.shutdown()
 
@@ -306,6 +310,8 @@ class EngineLife:
             self.apply(events.CanaryPassed(found.timings, found.canary, found.changed_tensors))
         if self.base.take(update, receiver):
             del self._receivers[update.stream]
+        else:
+            receiver.installed()
         INSTALLS.labels("applied").inc()
         for part in PAUSE_PARTS:
             PAUSE_SECONDS.labels(part).observe(getattr(found.timings, part))

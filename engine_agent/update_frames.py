@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
 from controlplane.core.canary import CanaryReference
@@ -86,9 +88,10 @@ def link_place(message: weight_update_pb2.UpdateOpen) -> LinkPlace:
     return LinkPlace(link.link_id, link.rendezvous, link.size, link.position, message.writer_term)
 
 
-def chunk_event(stream: int, chunk: weight_update_pb2.Chunk) -> events.ChunkArrived:
+def chunk_event(stream: int, chunk: weight_update_pb2.Chunk, buffers: Sequence[Buffer]) -> events.ChunkArrived:
+    """`buffers`: the chunk's own."""
     records = [_record(r) for r in chunk.records]
-    smallest = min(_size(b) for b in chunk.buffers)
+    smallest = min(b.size for b in buffers)
     return events.ChunkArrived(
         stream, version_from_proto(chunk.version), chunk.index, records, smallest, last=chunk.last
     )
@@ -105,17 +108,14 @@ def _record(r: weight_update_pb2.TensorRecord) -> Record:
     )
 
 
-def _size(buffer: layout_pb2.BufferHandle) -> int:
-    match buffer.WhichOneof("kind"):
-        case "inline":
-            return len(buffer.inline)
-        case "link":
-            return buffer.link.byte_count
-        case _:
-            return buffer.shared_memory.byte_count
+def buffers(chunk: weight_update_pb2.Chunk, payload: memoryview | None) -> list[Buffer]:
+    """The chunk's. `payload`: the inline bytes of its one buffer, which is empty then."""
+    if payload is not None:
+        return [Buffer("", inline=payload)]
+    return [_buffer(b) for b in chunk.buffers]
 
 
-def buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
+def _buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
     """A kind that no receiver of ours takes has no place, and is refused by all of them."""
     match buffer.WhichOneof("kind"):
         case "inline":

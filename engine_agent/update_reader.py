@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 from controlplane.core import errors as e
+from controlplane.rpc.bulk import BulkFrame
 from weightplane.v1 import weight_update_pb2
 
-Frames = AsyncIterator[weight_update_pb2.UpdateWeightsRequest]
+Frame = weight_update_pb2.UpdateWeightsRequest | BulkFrame
+Frames = AsyncIterator[Frame]
 READY_IDLE_SECONDS = 600.0
 """Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
 
@@ -24,7 +26,9 @@ class FrameReader:
         self._frames = aiter(frames)
         self._ended = ended
         self._idle_seconds = idle_seconds
-        self._pending: asyncio.Future[weight_update_pb2.UpdateWeightsRequest | None] | None = None
+        self._pending: asyncio.Future[Frame | None] | None = None
+        self.payload: memoryview | None = None
+        """Of the latest chunk: its inline bytes, where they are not in its buffer."""
 
     async def next(self, *, ready: bool = False) -> weight_update_pb2.UpdateWeightsRequest | None:
         """None at the end of the stream. Raises the ending error, or UpdateAborted after silence.
@@ -40,7 +44,9 @@ class FrameReader:
         if not frame.done():
             raise e.UpdateAborted(update_id="", cause=f"no frame for {limit} s")
         self._pending = None
-        return frame.result()
+        came = frame.result()
+        self.payload = came.payload if isinstance(came, BulkFrame) else None
+        return came.frame if isinstance(came, BulkFrame) else came
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`, for which the writer only waits. Its end, its abort and any other frame end the work too."""
@@ -51,7 +57,8 @@ class FrameReader:
             if self._ended.done():
                 raise self._ended.result()
             if not task.done():
-                raise untimely(frame.result())
+                came = frame.result()
+                raise untimely(came.frame if isinstance(came, BulkFrame) else came)
             task.result()
         finally:
             task.cancel()
@@ -61,12 +68,12 @@ class FrameReader:
         if self._pending is not None:
             self._pending.cancel()
 
-    def _coming(self) -> asyncio.Future[weight_update_pb2.UpdateWeightsRequest | None]:
+    def _coming(self) -> asyncio.Future[Frame | None]:
         if self._pending is None:
             self._pending = asyncio.ensure_future(self._next_or_none())
         return self._pending
 
-    async def _next_or_none(self) -> weight_update_pb2.UpdateWeightsRequest | None:
+    async def _next_or_none(self) -> Frame | None:
         return await anext(self._frames, None)
 
 

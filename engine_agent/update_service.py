@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc
 import structlog
 from structlog.contextvars import bind_contextvars
 
@@ -26,6 +27,7 @@ from controlplane.core.assembly import Assembly, Record
 from controlplane.core.engine_state import Activity
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
+from controlplane.rpc.bulk import decoded
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from controlplane.rpc.metrics import RECEIVED_BYTES, transport_label
 from controlplane.rpc.security import caller
@@ -60,8 +62,20 @@ JOINER = "weightplane-link"
 """Name of the threads that join links."""
 _WRITERS = {weight_update_pb2.UPDATE_WRITER_COORDINATOR: Role.COORDINATOR}
 """INV-7: the coordinator's term is the coordinator's own. Any other writer is a trainer."""
+QUICK_BYTES = 4 << 20
+"""Copied and summed in a millisecond or less: as long as a thread under load takes to begin."""
 MAX_LAYOUT_TENSORS = 1_000_000
 """As the manifest's own limit."""
+
+
+def add_weight_update(servicer: WeightUpdateService, server: grpc.aio.Server) -> None:
+    """As the generated function of that kind, with chunk frames that leave their bytes where they came."""
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.UpdateWeights, request_deserializer=decoded, response_serializer=Response.SerializeToString
+    )
+    service = weight_update_pb2.DESCRIPTOR.services_by_name["WeightUpdate"]
+    name = service.methods_by_name["UpdateWeights"].name
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, {name: handler}),))
 
 
 class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
@@ -217,13 +231,35 @@ class _Attempt:
             facts.device_uuids,
             self._link,
             self._base_of(update),
+            self._life.spare,
         )
         if not update.streaming:
-            self._keep(make_receiver(incoming))
+            self._keep(await self._made(incoming))
             return
         receiver = make_part_receiver(incoming)
         self._parts = StreamedParts(self._life, self._stream, receiver)
         self._keep(receiver)
+
+    async def _made(self, incoming: Incoming) -> Receiver:
+        """Room for a large model takes many seconds to make: not the loop's, which has heartbeats to send. That of a
+        delta is made at once, while its base is certainly there.
+
+        Raises UpdateAborted: the update ended meanwhile.
+        """
+        if incoming.base is not None:
+            return make_receiver(incoming)
+        making = asyncio.ensure_future(asyncio.to_thread(make_receiver, incoming))
+        try:
+            receiver = await asyncio.shield(making)
+        except asyncio.CancelledError:
+            making.add_done_callback(_close_made)
+            raise
+        try:
+            self._my_update()
+        except e.UpdateAborted:
+            receiver.close()
+            raise
+        return receiver
 
     def _base_of(self, update: events.Update) -> StagedWeights | None:
         """Of a delta: the bytes that it changes."""
@@ -303,7 +339,7 @@ class _Attempt:
             frame = await self._reader.next(ready=ready)
             kind = frame.WhichOneof("frame") if frame is not None else None
             if frame is not None and kind == "chunk":
-                async for response in self._take_chunk(version, frame.chunk):
+                async for response in self._take_chunk(version, frame.chunk, self._reader.payload):
                     yield response
             elif frame is not None and kind == "commit":
                 self._commit(frame.commit)
@@ -311,14 +347,16 @@ class _Attempt:
             else:
                 raise untimely(frame)
 
-    async def _take_chunk(self, version: WeightVersion, chunk: weight_update_pb2.Chunk) -> AsyncIterator[Response]:
-        event = frames.chunk_event(self._stream, chunk)
-        buffers = [frames.buffer(b) for b in chunk.buffers]
+    async def _take_chunk(
+        self, version: WeightVersion, chunk: weight_update_pb2.Chunk, payload: memoryview | None
+    ) -> AsyncIterator[Response]:
+        buffers = frames.buffers(chunk, payload)
+        event = frames.chunk_event(self._stream, chunk, buffers)
         effects = self._life.apply(event)
         if self._parts is not None:
             self._parts.began(effects)
         verify = _only(events.Verify, effects)
-        await asyncio.to_thread(self._place_and_check, event.records, buffers, verify.tensors)
+        await self._place(event.records, buffers, verify.tensors)
         self._count(sum(r.byte_count for r in event.records))
         failpoints.hit("engine.between_chunks", chunk.index)
         assert self._receiver is not None
@@ -331,8 +369,18 @@ class _Attempt:
             if self._parts is None:
                 yield frames.ready(version)
 
+    async def _place(self, records: Sequence[Record], buffers: Sequence[Buffer], tensors: tuple[int, ...]) -> None:
+        """Where that is done sooner than a thread takes over, the loop itself does it."""
+        assert self._receiver is not None
+        assert self._assembly is not None
+        checked = sum(self._assembly.layout.tensors[t].byte_count for t in tensors)
+        if self._receiver.quick and sum(b.size for b in buffers) + checked <= QUICK_BYTES:
+            self._place_and_check(records, buffers, tensors)
+        else:
+            await asyncio.to_thread(self._place_and_check, records, buffers, tensors)
+
     def _place_and_check(self, records: Sequence[Record], buffers: Sequence[Buffer], tensors: tuple[int, ...]) -> None:
-        """In a thread: copies and checksums, outside any pause."""
+        """Copies and checksums, outside any pause."""
         assert self._receiver is not None  # chunks come when it was made
         self._receiver.place(records, buffers)
         self._check(self._receiver, tensors)
@@ -358,6 +406,12 @@ class _Attempt:
             self._life.start_install(_only(events.StartInstall, effects))
         else:
             self._parts.finish()
+
+
+def _close_made(making: asyncio.Future[Receiver]) -> None:
+    """Nobody waits for it any more."""
+    if making.exception() is None:
+        making.result().close()
 
 
 def _only(kind: type, effects: list[events.Effect]) -> Any:

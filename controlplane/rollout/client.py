@@ -37,7 +37,7 @@ from controlplane.rollout.wire import delta_from_proto
 from controlplane.rpc.codec import pin_to_proto, seconds_to_proto, version_from_proto
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.validation import validate
-from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
+from weightplane.v1 import rollout_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -250,8 +250,8 @@ class RolloutClient:
             )
             validate(request)
             try:
-                with self._watch.asking(route) as channel:
-                    answer = await rollout_pb2_grpc.RolloutStub(channel).Score(request, timeout=ask.time_left)
+                with self._watch.asking(route):
+                    answer = await self._connections.rollout(route.endpoint).Score(request, timeout=ask.time_left)
             except grpc.aio.AioRpcError as error:
                 self._declined(engine_error(error, route, ask), route, ask)
                 continue
@@ -345,8 +345,8 @@ class RolloutClient:
         request.run_id = run_id
         request.wait.CopyFrom(seconds_to_proto(ask.engine_wait))
         validate(request)
-        with self._watch.asking(route) as channel, self._running.at(route, run_id, ask):
-            call = rollout_pb2_grpc.RolloutStub(channel).Generate(request, timeout=ask.time_left)
+        with self._watch.asking(route), self._running.at(route, run_id, ask):
+            call = self._connections.rollout(route.endpoint).Generate(request, timeout=ask.time_left)
             try:
                 async for response in call:
                     delta = delta_from_proto(route.engine_id, response)

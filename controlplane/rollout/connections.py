@@ -14,6 +14,7 @@ import grpc
 
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.security import PLAIN, TlsSettings
+from weightplane.v1 import rollout_pb2_grpc
 
 
 class Connections:
@@ -24,6 +25,7 @@ class Connections:
         self._tls = tls
         self._options = options
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._stubs: dict[str, rollout_pb2_grpc.RolloutAsyncStub] = {}
         self._users: Counter[str] = Counter()
         self._wanted: frozenset[str] = frozenset()
         self._closing: set[asyncio.Task[None]] = set()
@@ -39,6 +41,12 @@ class Connections:
         finally:
             self._users[endpoint] -= 1
             self._close_unwanted()
+
+    def rollout(self, endpoint: str) -> rollout_pb2_grpc.RolloutAsyncStub:
+        """The stub of a channel that is in use. Making one takes as long as choosing a route."""
+        if endpoint not in self._stubs:
+            self._stubs[endpoint] = rollout_pb2_grpc.RolloutStub(self._channels[endpoint])
+        return self._stubs[endpoint]
 
     def keep(self, endpoints: Collection[str]) -> None:
         """From now on only these endpoints' channels stay open while unused."""
@@ -58,6 +66,7 @@ class Connections:
         used = {endpoint for endpoint, count in self._users.items() if count > 0}
         for endpoint in self._channels.keys() - self._wanted - used:
             del self._users[endpoint]
+            self._stubs.pop(endpoint, None)
             task = asyncio.create_task(self._channels.pop(endpoint).close())
             self._closing.add(task)
             task.add_done_callback(self._closing.discard)

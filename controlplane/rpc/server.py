@@ -24,6 +24,7 @@ from grpc_reflection.v1alpha import reflection
 
 from controlplane.config import ConfigError
 from controlplane.core.errors import FrameInvalid, WeightplaneError
+from controlplane.rpc.bulk import BulkFrame
 from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
@@ -172,7 +173,8 @@ def _checked(request: Any) -> Any:
 
 async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     async for request in requests:
-        validate(_decoded(request))
+        decoded = _decoded(request)
+        validate(decoded.frame if isinstance(decoded, BulkFrame) else decoded)
         yield request
 
 

@@ -15,7 +15,7 @@ from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, PartReceiver, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
-from engine_agent.receivers.staging import Staging
+from engine_agent.receivers.staging import Spare, Staging
 from weightplane.v1 import weight_update_pb2
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Incoming",
     "PartReceiver",
     "Receiver",
+    "Spare",
     "make_part_receiver",
     "make_receiver",
     "require_received",
@@ -55,6 +56,8 @@ class Incoming:
     """With broadcast: joined."""
     base: StagedWeights | None = None
     """Of a delta: what it changes."""
+    spare: Spare | None = None
+    """Of a whole version that is copied: where its memory comes from, and goes to."""
 
 
 def make_receiver(incoming: Incoming) -> Receiver:
@@ -91,7 +94,7 @@ def make_part_receiver(incoming: Incoming) -> PartReceiver:
 
 def _staging(incoming: Incoming) -> Staging:
     if incoming.base is None:
-        return Staging(incoming.layout)
+        return Staging(incoming.layout, spare=incoming.spare)
     from engine_agent.receivers.delta import PatchedStaging  # needs numpy, which only the engines' extras bring
 
     return PatchedStaging(incoming.layout, incoming.base)

@@ -22,6 +22,7 @@ class BroadcastReceiver:
     """By copy. `close` does not wait for a broadcast: it ends the link, unless everything has come."""
 
     releases_at_once = True
+    quick = False
     keeps = True
 
     def __init__(self, staging: Staging, link: ReceiverLink) -> None:
@@ -73,6 +74,9 @@ class BroadcastReceiver:
 
     def staged(self, label: str) -> StagedWeights:
         return self._staging.staged(label)
+
+    def installed(self) -> None:
+        self._staging.installed = True
 
     def close(self) -> None:
         self._link.leave()

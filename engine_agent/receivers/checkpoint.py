@@ -31,6 +31,7 @@ class CheckpointReceiver:
     """By reference; nobody's memory waits for it. `close` never waits for a read: a disk may hang."""
 
     releases_at_once = True
+    quick = False
     keeps = True
 
     def __init__(self, root: Path, name: str, manifest: CheckpointManifest) -> None:
@@ -95,6 +96,9 @@ class CheckpointReceiver:
         spans = [SegmentSpan(f"/proc/{os.getpid()}/fd/{f.descriptor}", 0, f.size) for f in self._files]
         placements = [self._places[i] for i in range(len(self._layout.tensors))]
         return StagedWeights(layout=self._layout, label=label, chunks={"": spans}, placements=placements)
+
+    def installed(self) -> None:
+        """Its memory is not this side's."""
 
     def close(self) -> None:
         """At once where nothing reads; else whoever reads notices, and closes the files as it leaves."""

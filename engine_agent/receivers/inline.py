@@ -20,6 +20,7 @@ class InlineReceiver:
     def __init__(self, staging: Staging, *, keeps: bool = True) -> None:
         """The room is closed with this. Not `keeps`: what was installed is forgotten."""
         self.keeps = keeps
+        self.quick = not staging.patched  # the first chunk of a delta waits for a copy of the base
         self._staging = staging
         self._in_use = threading.Lock()
 
@@ -46,6 +47,9 @@ class InlineReceiver:
         with self._in_use:
             require_open(self._staging.closed)
             self._staging.forget(tensors)
+
+    def installed(self) -> None:
+        self._staging.installed = True
 
     def close(self) -> None:
         with self._in_use:

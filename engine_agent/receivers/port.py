@@ -24,9 +24,16 @@ class Buffer:
     host_id: str = ""
     offset: int = 0
     byte_count: int = 0
-    inline: bytes | None = None
+    inline: bytes | memoryview | None = None
     link_bytes: int | None = None
     """So many come over the update's link."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the chunk that it has."""
+        if self.inline is not None:
+            return len(self.inline)
+        return self.byte_count if self.link_bytes is None else self.link_bytes
 
 
 class Receiver(Protocol):
@@ -38,6 +45,8 @@ class Receiver(Protocol):
 
     releases_at_once: bool
     """The sender may reuse a chunk once `place` returned (INV-12); else only when the update is over."""
+    quick: bool
+    """A chunk waits for nobody: placing it takes as long as a copy of its bytes."""
     keeps: bool
     """Its bytes are this side's own, and may be kept beyond the update: as the base of a delta."""
 
@@ -51,6 +60,10 @@ class Receiver(Protocol):
 
     def staged(self, label: str) -> StagedWeights:
         """Everything, for the install. Valid until `close`."""
+        ...
+
+    def installed(self) -> None:
+        """The version was installed, whole: no worker reads what is staged any more (INV-12)."""
         ...
 
     def close(self) -> None:

@@ -35,6 +35,9 @@ class _Segment:
     view: mmap.mmap
     size: int
 
+    def installed(self) -> None:
+        """Its memory is not this side's."""
+
     def close(self) -> None:
         self.view.close()
         os.close(self.descriptor)
@@ -58,6 +61,7 @@ class SharedMemoryReceiver:
     """By reference: the sender's memory is free only when the update is over."""
 
     releases_at_once = False
+    quick = False
     keeps = False
 
     def __init__(self, layout: Layout, host_id: str, device_uuids: tuple[str, ...]) -> None:

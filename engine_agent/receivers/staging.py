@@ -2,6 +2,9 @@
 
 It is an unnamed shared-memory file: workers map it through this process's descriptor table, and it vanishes with the
 last process that has it open, however that ends. Tensors lie in the order of the layout, each aligned.
+
+Pages cost more than what is written to them: where the settings say so the memory of a version that was installed is
+the next one's (`Spare`). That of any other is not, since somebody may still read it (INV-12).
 """
 
 from __future__ import annotations
@@ -10,6 +13,8 @@ import mmap
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 import xxhash
 
@@ -23,28 +28,83 @@ ALIGNMENT_BYTES = 64
 """Tensors start at multiples of this, so that views of any dtype can be made of them."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Memory:
+    """An unnamed file, and its mapping."""
+
+    descriptor: int
+    mapping: mmap.mmap
+
+    @property
+    def size(self) -> int:
+        return len(self.mapping)
+
+    def close(self) -> None:
+        """What still looks into it (an operation of torch's) keeps the memory until it ends."""
+        os.close(self.descriptor)
+        with suppress(BufferError):
+            self.mapping.close()
+
+
+class Spare:
+    """Memory that nobody reads any more, kept for the next version of the same size. Thread-safe."""
+
+    def __init__(self, *, wanted: bool) -> None:
+        """Not `wanted`: nothing is ever kept."""
+        self._wanted = wanted
+        self._memory: _Memory | None = None
+        self._guard = threading.Lock()
+
+    def take(self, size: int) -> _Memory | None:
+        """Of just that size; what is of another is let go of."""
+        memory = self._swap(None)
+        if memory is not None and memory.size != size:
+            memory.close()
+            return None
+        return memory
+
+    def give(self, memory: _Memory) -> None:
+        """The one that was there, or this one where none is wanted, is let go of."""
+        old = self._swap(memory)
+        if old is not None:
+            old.close()
+
+    def close(self) -> None:
+        """Let go of it, and of all that is still to come. Idempotent."""
+        self._wanted = False
+        old = self._swap(None)
+        if old is not None:
+            old.close()
+
+    def _swap(self, memory: _Memory | None) -> _Memory | None:
+        with self._guard:
+            if not self._wanted and memory is not None:
+                return memory
+            old, self._memory = self._memory, memory
+            return old
+
+
 class Staging:
     """Room for a layout. Not for use by several threads at once; `close` comes when nobody uses it."""
 
     patched = False
     """It begins as a copy of a base; what comes is a delta."""
 
-    def __init__(self, layout: Layout, *, reserve: bool = True) -> None:
-        """Reserves the layout's size at once, or, without `reserve`, takes memory as bytes come.
+    installed = False
+    """Its version was installed, whole: no worker reads it any more."""
+
+    def __init__(self, layout: Layout, *, reserve: bool = True, spare: Spare | None = None) -> None:
+        """Reserves the layout's size at once, or, without `reserve`, takes memory as bytes come. `spare`: where the
+        memory comes from, if it is there, and goes to.
 
         Raises LimitExceeded when memory does not suffice.
         """
         self.layout = layout
         self.offsets, self.size = _offsets(layout)
-        self._descriptor = os.memfd_create("weightplane-staging", os.MFD_CLOEXEC)
-        try:
-            os.ftruncate(self._descriptor, self.size)
-            if reserve:
-                os.posix_fallocate(self._descriptor, 0, self.size)
-            self._map = mmap.mmap(self._descriptor, self.size)
-        except OSError as error:
-            os.close(self._descriptor)
-            raise LimitExceeded(what="memory for staged weights, bytes", limit=0, got=self.size) from error
+        self._spare = spare
+        kept = None if spare is None else spare.take(self.size)
+        memory = _made(self.size, reserve=reserve) if kept is None else kept
+        self._descriptor, self._map = memory.descriptor, memory.mapping
         self.view = memoryview(self._map)
 
     @property
@@ -87,16 +147,29 @@ class Staging:
                 self._map.madvise(mmap.MADV_REMOVE, begin, size)
 
     def close(self) -> None:
-        """Let go. What still looks into it (an operation of torch's) keeps the memory until it ends. Idempotent."""
+        """Let go. Idempotent."""
         if self._descriptor < 0:
             return
-        os.close(self._descriptor)
+        memory = _Memory(self._descriptor, self._map)
         self._descriptor = -1
-        try:
+        with suppress(BufferError):
             self.view.release()
-            self._map.close()
-        except BufferError:
-            pass
+        if self._spare is not None and self.installed:
+            self._spare.give(memory)
+        else:
+            memory.close()
+
+
+def _made(size: int, *, reserve: bool) -> _Memory:
+    descriptor = os.memfd_create("weightplane-staging", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(descriptor, size)
+        if reserve:
+            os.posix_fallocate(descriptor, 0, size)
+        return _Memory(descriptor, mmap.mmap(descriptor, size))
+    except OSError as error:
+        os.close(descriptor)
+        raise LimitExceeded(what="memory for staged weights, bytes", limit=0, got=size) from error
 
 
 def _offsets(layout: Layout) -> tuple[list[int], int]:

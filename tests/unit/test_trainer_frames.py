@@ -15,7 +15,7 @@ from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.devices import host_id
 from controlplane.rpc.validation import validate
 from trainer_agent.agent.chunk_log import ChunkLog
-from trainer_agent.agent.frames import INLINE_BYTES, SegmentReader, by_reference, inline
+from trainer_agent.agent.frames import INLINE_BYTES, Frame, SegmentReader, by_reference, inline
 from trainer_agent.chunking import SegmentPlan, plan_segment
 from trainer_agent.segments import Segment, create
 from weightplane.local.v1 import rank_pb2
@@ -51,6 +51,14 @@ def announced(segment: Segment, plan: SegmentPlan) -> list[rank_pb2.SendChunk]:
     return chunks
 
 
+def as_protobuf_reads(frame: Frame, index: int = 0) -> weight_update_pb2.Chunk:
+    """The chunk that arrives."""
+    head = weight_update_pb2.Chunk(version=version_pb2.WeightVersion(term=1, number=1), index=index)
+    made = frame.message(head)
+    assert isinstance(made, bytes), "inline bytes go past protobuf"
+    return weight_update_pb2.UpdateWeightsRequest.FromString(made).chunk
+
+
 @settings(max_examples=40, deadline=None)
 @given(sizes=st.lists(st.one_of(st.integers(0, 3000), st.integers(900_000, 2_300_000)), min_size=1, max_size=3))
 def test_inline_frames_carry_every_byte_of_every_tensor_once(segment: Segment, sizes: list[int]) -> None:
@@ -60,15 +68,12 @@ def test_inline_frames_carry_every_byte_of_every_tensor_once(segment: Segment, s
     complete: list[int] = []
     reader = SegmentReader()
     for chunk in announced(segment, plan):
-        for index, (records, buffers) in enumerate(inline(chunk, reader)):
-            data = buffers[0].inline
-            validate(
-                weight_update_pb2.Chunk(
-                    version=version_pb2.WeightVersion(term=1, number=1), index=index, records=records, buffers=buffers
-                )
-            )
-            assert len(data) == sum(r.byte_count for r in records) <= INLINE_BYTES
-            for r in records:
+        for index, frame in enumerate(inline(chunk, reader)):
+            message = as_protobuf_reads(frame, index)
+            validate(message)
+            data = message.buffers[0].inline
+            assert len(data) == sum(r.byte_count for r in message.records) <= INLINE_BYTES
+            for r in message.records:
                 assert r.tensor_offset == len(got[r.tensor])
                 got[r.tensor] += data[r.buffer_offset : r.buffer_offset + r.byte_count]
                 complete += [r.tensor] if r.HasField("checksum") else []
@@ -82,8 +87,9 @@ def test_an_empty_chunk_is_one_empty_frame() -> None:
     """G8."""
     place = layout_pb2.SharedMemoryRange(segment="weightplane-none", host_id=host_id(), offset=0, byte_count=0)
     chunk = rank_pb2.SendChunk(index=0, buffers=[layout_pb2.BufferHandle(shared_memory=place)])
-    assert [(r, b[0].inline) for r, b in inline(chunk, SegmentReader())] == [([], b"")]
-    assert list(by_reference(chunk)) == [([], list(chunk.buffers))]
+    (message,) = [as_protobuf_reads(frame) for frame in inline(chunk, SegmentReader())]
+    assert (list(message.records), message.buffers[0].inline) == ([], b"")
+    assert list(by_reference(chunk)) == [Frame([], list(chunk.buffers))]
 
 
 def test_a_range_outside_its_segment_or_a_segment_that_is_gone_is_unreadable(segment: Segment) -> None:
@@ -140,10 +146,11 @@ def test_records_of_changed_elements_are_never_cut(segment: Segment) -> None:
         start += size
     chunk.records.add(tensor=9, tensor_offset=0, buffer_offset=start, byte_count=1_000_000)  # plain bytes fill up
     found = []
-    for records, buffers in inline(chunk, SegmentReader()):
-        data = buffers[0].inline
+    for frame in inline(chunk, SegmentReader()):
+        message = as_protobuf_reads(frame)
+        data = message.buffers[0].inline
         assert len(data) <= INLINE_BYTES
-        for r in records:
+        for r in message.records:
             found.append((r.tensor, r.byte_count, r.changed_elements))
             source = 64 + sum(sizes[: r.tensor]) if r.tensor < 9 else 64 + sum(sizes) + r.tensor_offset
             assert data[r.buffer_offset : r.buffer_offset + r.byte_count] == segment.memory[source:][: r.byte_count]

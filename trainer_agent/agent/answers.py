@@ -21,7 +21,9 @@ MAX_HEARD = 8
 """Frames from the agent that may wait here: it says three things in a stream, apart from releases."""
 MAX_REASON_LENGTH = 4096
 
-Call = grpc.aio.StreamStreamCall[weight_update_pb2.UpdateWeightsRequest, weight_update_pb2.UpdateWeightsResponse]
+Call = grpc.aio.StreamStreamCall[
+    weight_update_pb2.UpdateWeightsRequest | bytes, weight_update_pb2.UpdateWeightsResponse
+]
 Request = weight_update_pb2.UpdateWeightsRequest
 Frames = asyncio.Queue[weight_update_pb2.UpdateWeightsResponse | None]
 """What the agent said; None: it ended the stream."""
@@ -66,7 +68,8 @@ class Outgoing:
         self._call = call
         self._writing: asyncio.Future[None] | None = None
 
-    async def write(self, frame: Request) -> None:
+    async def write(self, frame: Request | bytes) -> None:
+        """`frame`: or one that is serialized."""
         self._writing = asyncio.ensure_future(self._call.write(frame))
         self._writing.add_done_callback(
             lambda write: write.cancelled() or write.exception()

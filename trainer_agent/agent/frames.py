@@ -10,10 +10,13 @@ import mmap
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from controlplane.core.errors import SegmentUnreadable
 from controlplane.devices import SHARED_MEMORY
+from controlplane.rpc.bulk import with_payload
 from trainer_agent.chunking import MAX_RECORDS
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import layout_pb2, weight_update_pb2
@@ -35,15 +38,21 @@ class SegmentReader:
         Raises:
             SegmentUnreadable: it is gone, or shorter than that.
         """
+        with self.view(place, offset, byte_count) as bytes_there:
+            return bytes(bytes_there)
+
+    def view(self, place: layout_pb2.SharedMemoryRange, offset: int, byte_count: int) -> memoryview:
+        """The same, where they lie; to be released before `close`."""
         mapping = self._mapped.get(place.segment) or self._map(place.segment)
         start = place.offset + offset
         if offset + byte_count > place.byte_count or start + byte_count > len(mapping):
             raise SegmentUnreadable(segment=place.segment, cause=f"{byte_count} bytes at {start} are not in it")
-        return mapping[start : start + byte_count]
+        return memoryview(mapping)[start : start + byte_count]
 
     def close(self) -> None:
         for mapping in self._mapped.values():
-            mapping.close()
+            with suppress(BufferError):  # an attempt that was ended still has a view of it, and goes with that
+                mapping.close()
         self._mapped.clear()
 
     def _map(self, name: str) -> mmap.mmap:
@@ -60,13 +69,29 @@ class SegmentReader:
         return self._mapped[name]
 
 
-Frame = tuple[list[weight_update_pb2.TensorRecord], list[layout_pb2.BufferHandle]]
-"""Records of one chunk frame, and where their bytes lie."""
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """One chunk frame, in the making."""
+
+    records: list[weight_update_pb2.TensorRecord]
+    buffers: list[layout_pb2.BufferHandle]
+    """Where the records' bytes lie."""
+    payload: tuple[memoryview, ...] | None = None
+    """The bytes themselves, one after the other, in place of buffers. They lie in the leader's memory: valid until the
+    next frame is asked for."""
+
+    def message(self, head: weight_update_pb2.Chunk) -> weight_update_pb2.UpdateWeightsRequest | bytes:
+        """For the wire. `head`: the chunk's other fields."""
+        head.records.extend(self.records)
+        if self.payload is not None:
+            return with_payload(head, self.payload)
+        head.buffers.extend(self.buffers)
+        return weight_update_pb2.UpdateWeightsRequest(chunk=head)
 
 
 def by_reference(chunk: rank_pb2.SendChunk) -> Iterator[Frame]:
     """The chunk as it was announced."""
-    yield list(chunk.records), list(chunk.buffers)
+    yield Frame(list(chunk.records), list(chunk.buffers))
 
 
 def inline(chunk: rank_pb2.SendChunk, reader: SegmentReader) -> Iterator[Frame]:
@@ -77,8 +102,12 @@ def inline(chunk: rank_pb2.SendChunk, reader: SegmentReader) -> Iterator[Frame]:
     """
     place = chunk.buffers[0].shared_memory
     for run in _runs(chunk.records):
-        data = b"".join(reader.read(place, source, r.byte_count) for r, source in run)
-        yield [r for r, _ in run], [layout_pb2.BufferHandle(inline=data)]
+        payload = tuple(reader.view(place, source, r.byte_count) for r, source in run)
+        try:
+            yield Frame([r for r, _ in run], [], payload)
+        finally:
+            for piece in payload:
+                piece.release()
 
 
 def _runs(

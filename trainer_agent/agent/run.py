@@ -13,6 +13,7 @@ from pathlib import Path
 
 import structlog
 
+from controlplane.allocator import keep_freed_memory
 from controlplane.config import ConfigError
 from controlplane.core.errors import StaleTerm, TlsFailed
 from controlplane.exit_codes import ExitCode
@@ -38,6 +39,7 @@ async def run_trainer(settings: TrainerSettings, command: list[str]) -> int:
         The exit code: OK, FENCED, LEASE_HELD, CONFIG, PORT_IN_USE, RANKS_FAILED or INTERRUPTED. SIGINT, SIGTERM and
         Lifecycle.Shutdown end it in order.
     """
+    keep_freed_memory()
     sweep()
     directory = private_directory()
     output = RankOutput(directory, settings.nproc_per_node)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import structlog
 
+from controlplane.allocator import keep_freed_memory
 from controlplane.config import ConfigError, load
 from controlplane.core.errors import StaleTerm, TlsFailed
 from controlplane.exit_codes import ExitCode
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path)
     given = parser.parse_args(arguments)
     configure_logging("trainer")
+    keep_freed_memory()
     try:
         settings = _settings(given)
     except ConfigError as error:

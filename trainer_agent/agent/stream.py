@@ -39,9 +39,10 @@ from trainer_agent.agent.answers import (
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.reasons import TRANSIENT_CODES
 from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS
+from trainer_agent.agent.stubs import WeightUpdates
 from trainer_agent.agent.watch import UpdateWatch
 from trainer_agent.agent.ways import Way, make_way
-from weightplane.v1 import fleet_pb2, weight_update_pb2, weight_update_pb2_grpc
+from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -72,7 +73,7 @@ class EngineStream:
 
     def __init__(
         self,
-        stub: weight_update_pb2_grpc.WeightUpdateAsyncStub,
+        stub: WeightUpdates,
         cargo: Cargo,
         assignment: fleet_pb2.Assignment,
         chunks: ChunkLog,
@@ -282,18 +283,14 @@ class EngineStream:
         sent = SENT_BYTES.labels(transport_label(self._assignment.transport))
         index = 0
         while (chunk := await self._chunks.chunk(index)) is not None:
-            for records, buffers in self.way.cut(chunk):
-                frame = weight_update_pb2.Chunk(
-                    version=self._cargo.open.version,
-                    index=self._sent,
-                    records=records,
-                    buffers=buffers,
-                    last=self.delta and not chunk.records,
+            for frame in self.way.cut(chunk):
+                head = weight_update_pb2.Chunk(
+                    version=self._cargo.open.version, index=self._sent, last=self.delta and not chunk.records
                 )
                 self._handed = self.way.hands_out
-                await out.write(Request(chunk=frame))
+                await out.write(frame.message(head))
                 self._sent += 1
-                size = sum(r.byte_count for r in records)
+                size = sum(r.byte_count for r in frame.records)
                 self.sent_bytes += size
                 sent.inc(size)
                 failpoints.hit("trainer.between_chunks", self._sent)

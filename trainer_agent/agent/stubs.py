@@ -6,7 +6,20 @@ from collections.abc import Callable, Collection
 
 import grpc
 
-from weightplane.v1 import fleet_pb2_grpc, lifecycle_pb2_grpc, operator_pb2_grpc, weight_update_pb2_grpc
+from controlplane.rpc.bulk import encoded
+from weightplane.v1 import fleet_pb2_grpc, lifecycle_pb2_grpc, operator_pb2_grpc, weight_update_pb2
+
+
+class WeightUpdates:
+    """As the generated stub, for frames that may be serialized already."""
+
+    def __init__(self, channel: grpc.aio.Channel) -> None:
+        service = weight_update_pb2.DESCRIPTOR.services_by_name["WeightUpdate"]
+        self.UpdateWeights = channel.stream_stream(
+            f"/{service.full_name}/{service.methods_by_name['UpdateWeights'].name}",
+            request_serializer=encoded,
+            response_deserializer=weight_update_pb2.UpdateWeightsResponse.FromString,
+        )
 
 
 class Stubs:
@@ -19,12 +32,9 @@ class Stubs:
         self.fleet: fleet_pb2_grpc.FleetAsyncStub = fleet_pb2_grpc.FleetStub(self._coordinator)
         self.operator: operator_pb2_grpc.OperatorAsyncStub = operator_pb2_grpc.OperatorStub(self._coordinator)
 
-    def engine(self, endpoint: str) -> weight_update_pb2_grpc.WeightUpdateAsyncStub:
+    def engine(self, endpoint: str) -> WeightUpdates:
         """The stub of an engine agent."""
-        stub: weight_update_pb2_grpc.WeightUpdateAsyncStub = weight_update_pb2_grpc.WeightUpdateStub(
-            self._channel(endpoint)
-        )
-        return stub
+        return WeightUpdates(self._channel(endpoint))
 
     def lifecycle(self, endpoint: str) -> lifecycle_pb2_grpc.LifecycleAsyncStub:
         """The same agent's other service."""

@@ -117,7 +117,7 @@ class ByLink:
         frame.link.size, frame.link.position = 1 + len(members), 1 + members.index(self._engine_id)
 
     def cut(self, chunk: rank_pb2.SendChunk) -> Iterable[Frame]:
-        yield list(chunk.records), [b for b in chunk.buffers if b.HasField("link")]
+        yield Frame(list(chunk.records), [b for b in chunk.buffers if b.HasField("link")])
 
     def close(self) -> None:
         self._made.cancel()

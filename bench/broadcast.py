@@ -1,0 +1,90 @@
+"""Broadcasts over gloo and bytes by reference, each against what lies under it.
+
+The link alone: 269 MB in pieces of 64 MiB through `SenderLink` and `ReceiverLink`, against one broadcast of them by
+raw gloo between two processes; from the first piece to the receiver's word. The whole push: begin to go by the
+coordinator's clock, in which the rank also copies and sums, and the engine's agent sums, against the same raw gloo.
+shared_memory: begin to go of the same push, against one memcpy of its bytes into memory that is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import torch
+
+from bench.harness import Row, interleave, paired_ratio, spread
+from bench.raw_gloo import link_pair, raw_pair
+from bench.wire_fleet import Weights, wire_fleet
+
+DEADLINE_SECONDS = 240
+QUICK_DEADLINE_SECONDS = 90
+PIECE_BYTES = 64 << 20
+GOAL = 0.9
+
+
+def measure(quick: bool) -> list[Row]:
+    torch.set_num_threads(1)
+    weights, rounds = Weights.random(), 3 if quick else 15
+    return [*_broadcasts(weights, rounds), _by_reference(weights, rounds)]
+
+
+def _broadcasts(weights: Weights, rounds: int) -> list[Row]:
+    data = torch.randint(0, 255, (weights.byte_count,), dtype=torch.uint8)
+    pieces = [data[start : start + PIECE_BYTES] for start in range(0, len(data), PIECE_BYTES)]
+    with ExitStack() as stack:
+        raw = stack.enter_context(raw_pair([data]))
+        link = stack.enter_context(link_pair(pieces))
+        fleet = stack.enter_context(wire_fleet(weights, transport="broadcast"))
+        keeping = stack.enter_context(wire_fleet(weights, transport="broadcast", keep_staging=True))
+        ways = {"link": link, "push": lambda: fleet.push().to_go, "kept": lambda: keeping.push().to_go, "gloo": raw}
+        samples = interleave(ways, rounds=rounds, warm_up=2)
+    size, gloo = f"{weights.byte_count / 1e6:.0f} MB", samples["gloo"]
+    push = f"begin to go of a push of {size}, against raw gloo"
+    return [
+        _row("broadcast link", f"{size} through a link, against raw gloo", samples["link"], gloo),
+        _row("broadcast push", push, samples["push"], gloo),
+        _row("broadcast push, keep_staging", push, samples["kept"], gloo),
+    ]
+
+
+def _row(name: str, what: str, ours: Sequence[float], other: Sequence[float]) -> Row:
+    speed = paired_ratio(other, ours)
+    return Row(
+        name=name,
+        what=what,
+        ours=spread(ours).median,
+        other=spread(other).median,
+        unit="s",
+        ratio=speed,
+        goal=f"other / ours >= {GOAL}",
+        met=speed >= GOAL,
+        samples={"ours": ours, "gloo": other},
+    )
+
+
+def _by_reference(weights: Weights, rounds: int) -> Row:
+    source = torch.randint(0, 255, (weights.byte_count,), dtype=torch.uint8)
+    target = torch.zeros_like(source)
+
+    def memcpy() -> float:
+        started = time.perf_counter()
+        target.copy_(source)
+        return time.perf_counter() - started
+
+    with wire_fleet(weights, transport="shared_memory") as fleet:
+        samples = interleave({"ours": lambda: fleet.push().to_go, "memcpy": memcpy}, rounds=rounds, warm_up=1)
+    ours, other = samples["ours"], samples["memcpy"]
+    return Row(
+        name="shared_memory push",
+        what=f"begin to go of a push of {weights.byte_count / 1e6:.0f} MB, against one memcpy of them",
+        ours=spread(ours).median,
+        other=spread(other).median,
+        unit="s",
+        ratio=paired_ratio(ours, other),
+        goal="",
+        met=None,
+        note="ours / other; each byte is copied once and summed twice",
+        samples=samples,
+    )

@@ -1,0 +1,194 @@
+"""A fleet for the rows of the wire: a coordinator and engine agents with in-memory engines as processes of their own.
+
+The trainer's rank is whoever asks (`rank`), and its trainer agent the process that it spawns, as under plain torchrun.
+The engines expect SmolLM2-135M's tensors, in bfloat16 and of random bytes: how fast bytes travel does not depend on
+what they are. Nothing in the agents knows that it is measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from controlplane.cli.ask import get_fleet
+from controlplane.cli.ending import CommandFailed
+from controlplane.core.layout import DType
+from engine_agent.agent import run_engine
+from engine_agent.memory_engine import MemorySettings
+from engine_agent.settings import EngineSettings
+from trainer_agent.rank import TrainerRank
+from trainer_agent.source import ParamMeta
+from trainer_agent.sources.iterable import IterableSource
+from weightplane.v1 import fleet_pb2
+
+RUN = "bench-wire"
+ENGINE = __name__
+START_SECONDS = 60.0
+HIDDEN, INTERMEDIATE, KV, VOCABULARY, LAYERS = 576, 1536, 192, 49_152, 30
+_QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+
+
+def smollm2_shapes() -> dict[str, tuple[int, ...]]:
+    """The 272 tensors of SmolLM2-135M under their names in its checkpoint: 134,515,008 elements."""
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
+    square, small, up, down = (HIDDEN, HIDDEN), (KV, HIDDEN), (INTERMEDIATE, HIDDEN), (HIDDEN, INTERMEDIATE)
+    attention = {"q_proj": square, "k_proj": small, "v_proj": small, "o_proj": square}
+    mlp = {"gate_proj": up, "up_proj": up, "down_proj": down}
+    for layer in range(LAYERS):
+        at = f"model.layers.{layer}"
+        shapes[f"{at}.input_layernorm.weight"] = (HIDDEN,)
+        shapes |= {f"{at}.self_attn.{name}.weight": shape for name, shape in attention.items()}
+        shapes[f"{at}.post_attention_layernorm.weight"] = (HIDDEN,)
+        shapes |= {f"{at}.mlp.{name}.weight": shape for name, shape in mlp.items()}
+    return shapes | {"model.norm.weight": (HIDDEN,)}
+
+
+@dataclass
+class Weights:
+    """The rank's tensors, of random bytes."""
+
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def random(cls) -> Weights:
+        generator = torch.Generator().manual_seed(0)
+        shapes = smollm2_shapes()
+        made = {n: torch.randn(shape, generator=generator).to(torch.bfloat16) for n, shape in shapes.items()}
+        return cls(made)
+
+    @property
+    def byte_count(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors.values())
+
+    @property
+    def source(self) -> IterableSource:
+        meta = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+        return IterableSource(meta, lambda: iter(self.tensors.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Pushed:
+    """What the coordinator's clock says of one update, in seconds."""
+
+    to_go: float
+    """From its begin until every engine had all bytes, whole and checked."""
+    total: float
+    """Until it was decided: an in-memory engine's install is a sha256 of each tensor."""
+
+
+class WireFleet:
+    """The running processes, and a rank that pushes to them."""
+
+    def __init__(self, address: str, rank: TrainerRank) -> None:
+        self.address = address
+        self._rank = rank
+        self._step = 0
+
+    def push(self) -> Pushed:
+        """One whole update. Raises what `TrainerRank.push` does, and SystemExit where not every engine applied it."""
+        self._step += 1
+        report = self._rank.push(self._step)
+        if set(report.outcomes.values()) != {"APPLIED"}:
+            raise SystemExit(f"not every engine applied it: {report.outcomes}")
+        state = self._state()
+        began, went, ended = (t.ToNanoseconds() / 1e9 for t in (state.begin_time, state.go_time, state.decide_time))
+        return Pushed(went - began, ended - began)
+
+    def _state(self) -> fleet_pb2.UpdateState:
+        return asyncio.run(get_fleet(self.address, 10.0)).updates[0]
+
+
+@contextmanager
+def wire_fleet(
+    weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = False
+) -> Iterator[WireFleet]:
+    """`transport`: how the coordinator plans, whatever host the engines are on. `keep_staging`: the agents' setting."""
+    with tempfile.TemporaryDirectory() as at:
+        directory = Path(at)
+        processes = [start_module(directory, "coordinator", _coordinator(directory, transport))]
+        try:
+            address_file = directory / "address"
+            wait_until(address_file.exists)
+            address = address_file.read_text()
+            keep = ["keep"] if keep_staging else []
+            names = [f"e{i}" for i in range(engines)]
+            processes += [start_module(directory, n, [ENGINE, address, str(directory), n, *keep]) for n in names]
+            wait_until(lambda: _engines(address) == engines)
+            with _rank(directory, address, weights) as rank:
+                yield WireFleet(address, rank)
+        finally:
+            for process in reversed(processes):
+                process.terminate()
+                process.wait(60)
+
+
+def _coordinator(directory: Path, transport: str) -> list[str]:
+    config = {
+        "listen": "127.0.0.1:0",
+        "address_file": str(directory / "address"),
+        "transport": transport,
+        "run_id": RUN,
+        "state_dir": str(directory / "coordinator"),
+    }
+    file = _toml(directory / "coordinator.toml", config)
+    return ["controlplane.cli.main", "coordinator", "--config", str(file)]
+
+
+@contextmanager
+def _rank(directory: Path, address: str, weights: Weights) -> Iterator[TrainerRank]:
+    config = _toml(directory / "trainer.toml", {"coordinator": address, "run_id": RUN, "link_host": "127.0.0.1"})
+    with TrainerRank.join(address, source=weights.source, run_id=RUN, agent_config=config) as rank:
+        yield rank
+
+
+def _toml(file: Path, values: Mapping[str, str]) -> Path:
+    file.write_text("".join(f'{name} = "{value}"\n' for name, value in values.items()))
+    return file
+
+
+def _engines(address: str) -> int:
+    with suppress(CommandFailed):
+        return sum(e.known for e in asyncio.run(get_fleet(address, 10.0)).engines)
+    return 0
+
+
+def start_module(directory: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
+    with (directory / f"{name}.log").open("wb") as log:
+        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log, env={**os.environ, **_QUIET})
+
+
+def wait_until(check: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not check():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the fleet did not start within {START_SECONDS} s")
+        time.sleep(0.1)
+
+
+def main() -> None:
+    """An engine agent as a process: coordinator, directory, name, and `keep` if it keeps its staging."""
+    address, directory, name, *keep = sys.argv[1:]
+    settings = EngineSettings(
+        engine_id=name,
+        coordinator=address,
+        run_id=RUN,
+        state_dir=Path(directory) / "engines",
+        backend="memory",
+        memory=MemorySettings(tensors=smollm2_shapes(), dtype=DType.BF16),
+        keep_staging=bool(keep),
+    )
+    sys.exit(asyncio.run(run_engine(settings)))
+
+
+if __name__ == "__main__":
+    main()
