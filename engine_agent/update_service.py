@@ -217,6 +217,7 @@ class _Attempt:
             facts.device_uuids,
             self._link,
             self._base_of(update),
+            self._life.segments,
         )
         if not update.streaming:
             self._keep(make_receiver(incoming))

@@ -30,16 +30,19 @@ def settings_of(told: dict[str, Any]) -> EngineSettings:
 
 def measured() -> list[Any]:
     """Make engines with workers that can be measured; the list gets vLLM's object of each."""
-    arguments, started, llms = launch.engine_arguments, engine.launch, []
+    llms: list[Any] = []
+    starting: Any = launch
+    arguments, started = starting.engine_arguments, starting.launch
 
     def extended(*given: Any, **more: Any) -> dict[str, Any]:
-        return arguments(*given, **more) | {"worker_extension_cls": WORKER}
+        return dict(arguments(*given, **more), worker_extension_cls=WORKER)
 
     async def noted(*given: Any) -> Any:
         llms.append(await started(*given))
         return llms[-1]
 
-    launch.engine_arguments, engine.launch = extended, noted
+    starting.engine_arguments = extended
+    setattr(engine, "launch", noted)  # noqa: B010 - it has imported the name
     return llms
 
 

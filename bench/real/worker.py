@@ -6,6 +6,7 @@ tensors lie in this process's memory already, touched. The tied head is packed a
 
 from __future__ import annotations
 
+import itertools
 import time
 from typing import Any
 
@@ -51,4 +52,4 @@ class MeasuredWorker(WorkerExtension):
 
 
 def _differences(marks: list[float]) -> list[float]:
-    return [b - a for a, b in zip(marks, marks[1:], strict=False)]
+    return [b - a for a, b in itertools.pairwise(marks)]
