@@ -193,7 +193,7 @@ def _wait(check: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.5)
 
 
-def measure(address: str, model: Path, rate: float, steps: int, warm_up: int) -> dict[str, Any]:
+def measure_rate(address: str, model: Path, rate: float, steps: int, warm_up: int) -> dict[str, Any]:
     """Medians over the steps."""
     sequence = learnt(model, rate, steps, warm_up)
     tokens = passages(model)[0, :PROMPT_TOKENS].tolist()
@@ -224,7 +224,7 @@ def main() -> None:
     model = smollm2((given.cache or default_cache_dir()).absolute())
     with tempfile.TemporaryDirectory() as directory, fleet(model, Path(directory)) as address:
         for rate in given.rates:
-            print(json.dumps(measure(address, model, rate, given.steps, given.warm_up)), flush=True)
+            print(json.dumps(measure_rate(address, model, rate, given.steps, given.warm_up)), flush=True)
 
 
 if __name__ == "__main__":

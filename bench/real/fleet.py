@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -19,6 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
+import torch
+
 from controlplane.cli.ask import get_fleet
 from controlplane.cli.ending import CommandFailed
 from weightplane.v1 import engine_pb2
@@ -28,6 +32,12 @@ START_SECONDS = 300.0
 END_SECONDS = 60.0
 VLLM = {"dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 4}
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TOKENIZERS_PARALLELISM": "false"}
+
+
+def quiet() -> None:
+    """Of the measuring process: warnings alone, and one thread, as every process here has."""
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    torch.set_num_threads(1)
 
 
 @dataclass
@@ -88,7 +98,7 @@ def _coordinator(directory: Path, config: Mapping[str, str]) -> Iterator[None]:
     command = [sys.executable, "-m", "controlplane.cli.main", "coordinator", "--config", str(file)]
     with (directory / "coordinator.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, **ENVIRONMENT})
-    with _ended(process):
+    with ended(process):
         yield
 
 
@@ -109,12 +119,12 @@ def _engine(
             text=True,
             env={**os.environ, **ENVIRONMENT},
         )
-    with _ended(process):
+    with ended(process):
         yield MeasuredEngine(engine_id, process)
 
 
 @contextmanager
-def _ended(process: subprocess.Popen[Any]) -> Iterator[None]:
+def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
     try:
         yield
     finally:
