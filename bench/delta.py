@@ -87,13 +87,13 @@ def learnt(model: Path, rate: float, steps: int, warm_up: int) -> list[Weights]:
         if step == warm_up + steps:
             break
         optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(_loss(network, tokens))
+        torch.autograd.backward(loss_of(network, tokens))
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
     return found
 
 
-def _loss(network: Any, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(network: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = network(tokens[:, :-1]).logits.log_softmax(-1)
     chosen = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)
     return -(torch.tensor(ADVANTAGES) * chosen).mean()
