@@ -51,7 +51,7 @@ class Loader:
         """The model is in pieces from here on to `close` or `abandon`; `packing` is left after that. What it needs."""
         needed = {name for name, _ in self._model.named_parameters()}
         close_open_layers(self._model)
-        self._packed_before = getattr(self._tied_embedding(), "cpu_linear", None)
+        self.note_packed()
         initialize_layerwise_reload(self._model)
         packing.enter_context(experts_packed_anew(self._model))
         return needed
@@ -78,6 +78,10 @@ class Loader:
         if missing:
             shown = ", ".join(missing[:NAMES_SHOWN])
             raise ValueError(f"{len(missing)} parameters of the model were not loaded: {shown}")
+
+    def note_packed(self) -> None:
+        """What the embedding multiplies by now is of the old weights."""
+        self._packed_before = getattr(self._tied_embedding(), "cpu_linear", None)
 
     def repair_tied_head(self) -> None:
         """On a CPU a tied head computes with a packed copy of the embedding, which layerwise reload leaves old.
