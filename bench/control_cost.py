@@ -1,61 +1,272 @@
-"""What the control plane itself costs: updates of 4 KB to in-memory engines, over real gRPC, in one process.
+"""What the control plane itself costs: pushes of 4 KB to N engines, against HTTP and Ray fan-outs that do the same.
 
-    python bench/control_cost.py [--engines N] [--pushes N]
-
-The payload is tiny and an install takes nothing, so what remains is begin, plan, streams, ready, go (a durable write),
-commit, applied, decide (another one). One process does everyone's work: on a real fleet the parts run at once.
+Ours is the product: a rank's `push`, its trainer agent (a process), the coordinator (a process, its ledger on disk) and
+engine agents with in-memory engines over real gRPC, up to 256 of them in a process. The clock runs from `push` until it
+returns: the fleet has decided. The HTTP engines (aiohttp) are as many in as many processes; their driver, and Ray's, is
+this process; the clock runs from the first call until every engine said its version. All have the same 4,060 bytes,
+fresh in each round, and take turns. CPU time is that of all processes together, for one push; PSS is of the coordinator
+and of the processes with engines, each at its end.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import logging
+import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
+import torch
 
-from tests.support.local_fleet import LAYOUT, LocalFleet, Weights, local_fleet
+from bench import http_engines, ray_engines
+from bench.engine_host import RUN, SHAPES
+from bench.fleets import fleet, hosts
+from bench.harness import Row, interleave, spread
+from bench.processes import Processes, cpu_seconds, processes, pss_bytes
+from trainer_agent.rank import TrainerRank
+from trainer_agent.source import ParamMeta
+from trainer_agent.sources.iterable import IterableSource
 
-WARM_UP_PUSHES = 5
-
-
-async def measure(engines: int, pushes: int) -> dict[str, float]:
-    """Milliseconds of one update, from begin to the decision."""
-    with tempfile.TemporaryDirectory() as directory:
-        async with local_fleet(Path(directory), engines=engines) as fleet:
-            for _ in range(WARM_UP_PUSHES):
-                await _push(fleet)
-            taken = sorted([await _push(fleet) for _ in range(pushes)])
-    return {
-        "engines": engines,
-        "pushes": pushes,
-        "payload_bytes": LAYOUT.byte_count,
-        "update_ms_median": round(statistics.median(taken), 2),
-        "update_ms_p95": round(taken[int(len(taken) * 0.95)], 2),
-        "update_ms_worst": round(taken[-1], 2),
-    }
-
-
-async def _push(fleet: LocalFleet) -> float:
-    weights = Weights()
-    started = time.perf_counter()
-    await fleet.push(weights)
-    return (time.perf_counter() - started) * 1000
+DEADLINE_SECONDS = 900
+QUICK_DEADLINE_SECONDS = 75
+SIZES = (1, 4, 16, 64, 256, 1024)
+QUICK_SIZES = (1, 4, 16)
+RAY_SIZES = (1, 4, 16, 64)
+"""An actor is a process of 50 MB and a second of CPU at its start."""
+QUICK_RAY_SIZES = (1, 4)
+PUSHES = 4096
+"""So many engine updates are measured at each N, within the rounds below."""
+MIN_ROUNDS, MAX_ROUNDS = 7, 200
+GOAL_ONE_MS = 10.0
+LINEAR_TOLERANCE = 1.15
+"""Growth per engine over the smaller fleet's, beyond which it is more than linear."""
+JOIN_SECONDS = 120.0
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--engines", type=int, default=2)
-    parser.add_argument("--pushes", type=int, default=200)
-    given = parser.parse_args()
+@dataclass
+class Contender:
+    """One way to update N engines."""
+
+    push: Callable[[], None]
+    pids: Callable[[], list[int]]
+    """Beside this process: what works for it."""
+    cpu: float = 0.0
+    """Seconds in all its pushes."""
+    pushes: int = 0
+
+    def __call__(self) -> float:
+        before, began = cpu_seconds(self.pids()) + time.process_time(), time.perf_counter()
+        self.push()
+        taken = time.perf_counter() - began
+        self.cpu += cpu_seconds(self.pids()) + time.process_time() - before
+        self.pushes += 1
+        return taken * 1000
+
+
+class Payload:
+    """Other bytes in each round."""
+
+    def __init__(self) -> None:
+        self.tensors = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+        self.version = 0
+
+    def renew(self) -> None:
+        self.version += 1
+        for tensor in self.tensors.values():
+            tensor.fill_(self.version)
+
+    @property
+    def data(self) -> bytes:
+        return b"".join(t.numpy().tobytes() for t in self.tensors.values())
+
+    @property
+    def source(self) -> IterableSource:
+        meta = [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self.tensors.items()]
+        return IterableSource(meta, lambda: iter(self.tensors.items()))
+
+
+def measure(quick: bool) -> list[Row]:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
-    print(json.dumps(asyncio.run(measure(given.engines, given.pushes))))
+    torch.set_num_threads(1)
+    with ExitStack() as stack:
+        ray_engines.start()
+        stack.callback(ray_engines.stop)
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        rays = QUICK_RAY_SIZES if quick else RAY_SIZES
+        sizes = QUICK_SIZES if quick else SIZES
+        found = [_of_size(directory, n, with_ray=n in rays, quick=quick) for n in sizes]
+    return [row for i, of in enumerate(found) for row in _rows(of, found[i - 1] if i else None)]
 
 
-if __name__ == "__main__":
-    main()
+@dataclass(frozen=True)
+class Measured:
+    """At one N: milliseconds by contender, and costs."""
+
+    engines: int
+    taken: dict[str, list[float]]
+    cpu_ms: dict[str, float]
+    pss_mib: dict[str, float]
+
+
+def _of_size(directory: Path, engines: int, *, with_ray: bool, quick: bool) -> Measured:
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, PUSHES // engines)) if not quick else MIN_ROUNDS * 2
+    with ExitStack() as stack:
+        contenders = {
+            "ours": stack.enter_context(_ours(directory / f"ours-{engines}", engines)),
+            "http": stack.enter_context(_http(directory / f"http-{engines}", engines)),
+        }
+        if with_ray:
+            contenders["ray"] = stack.enter_context(_ray(engines))
+        # `interleave` believes what a contender returns: milliseconds here.
+        taken = interleave(contenders, rounds=rounds, warm_up=3)
+        cpu = {name: 1000 * c.cpu / c.pushes for name, c in contenders.items()}
+        pss = {name: pss_bytes(c.pids()) / 2**20 for name, c in contenders.items()}
+    return Measured(engines, taken, cpu, pss)
+
+
+# ---- contenders ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _ours(directory: Path, engines: int) -> Iterator[Contender]:
+    payload = Payload()
+    with fleet(directory, engines) as found:
+        known = {os.getpid(), *_children()}
+        with TrainerRank.join(found.address, source=payload.source, run_id=RUN, join_timeout=JOIN_SECONDS) as rank:
+            agents = [pid for pid in _children() if pid not in known]
+
+            def push() -> None:
+                payload.renew()
+                report = rank.push(payload.version)
+                if set(report.outcomes.values()) != {"APPLIED"} or len(report.outcomes) != engines:
+                    raise RuntimeError(f"{report.status}: {report.outcomes}")
+
+            yield Contender(push, lambda: [found.coordinator, *found.hosts, *agents])
+
+
+@contextmanager
+def _http(directory: Path, engines: int) -> Iterator[Contender]:
+    directory.mkdir()
+    payload = Payload()
+    with processes(directory) as started, asyncio.Runner() as runner:
+        driver = http_engines.Driver(_http_addresses(started, engines))
+        runner.run(driver.open())
+
+        def push() -> None:
+            payload.renew()
+            runner.run(driver.push(payload.version, payload.data))
+
+        try:
+            yield Contender(push, lambda: list(started.pids.values()))
+        finally:
+            runner.run(driver.close())
+
+
+def _http_addresses(started: Processes, engines: int) -> list[str]:
+    files = []
+    for first, count in hosts(engines):
+        files.append(started.directory / f"addresses-{first}")
+        started.start(f"http-{first}", "-m", "bench.http_engines", str(files[-1]), str(count))
+    started.wait(lambda: all(f.exists() for f in files), "the HTTP engines' start")
+    return [line for f in files for line in f.read_text().splitlines()]
+
+
+@contextmanager
+def _ray(engines: int) -> Iterator[Contender]:
+    payload = Payload()
+    driver = ray_engines.Driver(engines)
+
+    def push() -> None:
+        payload.renew()
+        driver.push(payload.version, payload.data)
+
+    try:
+        yield Contender(push, ray_engines.pids)
+    finally:
+        driver.close()
+
+
+def _children() -> list[int]:
+    import psutil
+
+    return [child.pid for child in psutil.Process().children()]
+
+
+# ---- rows ---------------------------------------------------------------------------------------
+
+
+def _rows(of: Measured, smaller: Measured | None) -> list[Row]:
+    ours = spread(of.taken["ours"])
+    rows = [] if smaller is not None else [_first(of)]
+    rows += [_against(of, other) for other in ("http", "ray") if other in of.taken]
+    if smaller is not None:
+        before = spread(smaller.taken["ours"])
+        growth = (ours.median / of.engines) / (before.median / smaller.engines)
+        rows.append(
+            Row(
+                name=f"growth {smaller.engines} → {of.engines}",
+                what="median of a push, for each engine, over that of the smaller fleet",
+                ours=ours.median / of.engines,
+                other=before.median / smaller.engines,
+                unit="ms an engine",
+                ratio=growth,
+                goal="at most linear: <= 1",
+                met=growth <= LINEAR_TOLERANCE,
+            )
+        )
+    return rows
+
+
+def _first(of: Measured) -> Row:
+    ours = spread(of.taken["ours"])
+    return Row(
+        name="1 engine",
+        what="`push` of 4,060 bytes, until the fleet decided",
+        ours=ours.median,
+        other=None,
+        unit="ms",
+        ratio=None,
+        goal=f"<= {GOAL_ONE_MS:g} ms p50",
+        met=ours.median <= GOAL_ONE_MS,
+        note=f"p99 {ours.p99:.1f} ms, quickest {min(of.taken['ours']):.1f} ms",
+    )
+
+
+def _against(of: Measured, other: str) -> Row:
+    ours, theirs = spread(of.taken["ours"]), spread(of.taken[other])
+    costs = "; ".join(
+        f"{name}: p99 {spread(of.taken[name]).p99:.0f} ms, CPU {of.cpu_ms[name]:.0f} ms, PSS {of.pss_mib[name]:.0f} MiB"
+        for name in ("ours", other)
+    )
+    return Row(
+        name=f"{of.engines} engines, {other}",
+        what=f"`push` until the fleet decided; {other} fan-out until every engine said its version",
+        ours=ours.median,
+        other=theirs.median,
+        unit="ms",
+        ratio=statistics.median(a / b for a, b in zip(of.taken["ours"], of.taken[other], strict=True)),
+        goal="ours / other < 1",
+        met=ours.median < theirs.median,
+        note=costs,
+        samples={"ours": of.taken["ours"], other: of.taken[other]},
+    )
+
+
+def plot(rows: list[Row], axes: Any) -> None:
+    """Medians over N, both axes logarithmic; a line of slope 1 is linear growth."""
+    lines: dict[str, dict[int, float]] = {}
+    for row in rows:
+        for contender, values in row.samples.items():
+            lines.setdefault(contender, {})[int(row.name.split()[0])] = statistics.median(values)
+    for contender, points in lines.items():
+        axes.loglog(list(points), list(points.values()), "o-", ms=4, label=contender)
+    axes.set_xlabel("engines")
+    axes.set_ylabel("ms for one update, median")
+    axes.legend(frameon=False)

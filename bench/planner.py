@@ -14,7 +14,7 @@ from bench.harness import Row, interleave, spread
 from controlplane.core.engine_state import Held
 from controlplane.core.plan import EnginePlace, Plan, RankPlace, Transport
 from controlplane.core.planner import Ways, make_plan
-from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, WeightVersion
+from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, WeightVersion
 
 ENGINES = 10_000
 RANKS_OF_AN_ENGINE = 2
@@ -85,6 +85,6 @@ def _rank(i: int) -> RankPlace:
 
 def _deltas(engines: int) -> Ways:
     """Three of four engines hold the base."""
-    base = Held(WeightVersion(1, 7), b"digest" * 5 + b"00")
+    base = Held(WeightVersion(1, Term(7)), b"digest" * 5 + b"00")
     holders = frozenset(EngineId(f"engine-{i}") for i in range(engines) if i % 4)
     return Ways(sends=SENDS, forced=Transport.BROADCAST, base=base, holders=holders)

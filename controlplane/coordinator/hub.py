@@ -52,6 +52,9 @@ PAUSE_SHARE = 0.5
 """Of the lease's time: five ticks that did not come."""
 VIEW_SECONDS = 0.02
 """Changes that come closer together than this are shown at once: a view is made of the whole fleet."""
+VIEW_REST = 4
+"""For each second that a view takes to make, so many pass before the next one: of a large fleet most of the time is the
+engines', whose reports decide."""
 _SEEN = (UpdateChanged, ViewChanged)
 MAX_PENDING_FRAMES = 256
 """Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
@@ -100,6 +103,8 @@ class Hub:
         """Something that people or clients see changed."""
         self._outboxes: dict[int, Outbox] = {}
         self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
+        self._moved: set[UpdateId] = set()
+        """Updates of which an engine reported something that is not shown yet."""
         self._routes: dict[tuple[ModelName, bool], Latest[fleet_pb2.WatchRoutesResponse]] = {}
         """By model, and whether engines that stay at a version are among them."""
         self._next_session = 0
@@ -154,15 +159,19 @@ class Hub:
             self.ticks += 1
 
     async def publish_forever(self) -> None:
-        """Views and routes, once for all events that came close together. Between two events, so that nothing is shown
-        that is not in the ledger (INV-9)."""
+        """Views and routes, once for all events that came close together, after the first of them were answered.
+        Between two events, so that nothing is shown that is not in the ledger (INV-9)."""
+        rest = VIEW_SECONDS
         while True:
             await self._seen.wait()
+            await asyncio.sleep(rest)
             async with self._lock:
                 self._seen.clear()
+                began = time.monotonic()
                 if not self.failed.done():
+                    self._publish_moved()
                     self._publish_views()
-            await asyncio.sleep(VIEW_SECONDS)
+                rest = max(VIEW_SECONDS, VIEW_REST * (time.monotonic() - began))
 
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
@@ -201,7 +210,7 @@ class Hub:
                 case StartCarry(carry):
                     self.start_carry(carry)
                 case UpdateChanged(update_id):
-                    self._publish_update(self.core.updates[update_id])
+                    self._update_changed(self.core.updates[update_id])
                 case ViewChanged():
                     pass  # `publish_forever` shows it
                 case UpdatePlanned():
@@ -236,10 +245,28 @@ class Hub:
             outbox.welcomed = True
 
     def _broadcast(self) -> None:
+        """One state for all, but for members of units, which may serve less."""
+        common = fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core))
         for session, outbox in self._outboxes.items():
             if not outbox.welcomed:
                 continue
-            outbox.put(fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core, session)))
+            own = self.core.serves_its_own(session)
+            state = fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core, session)) if own else common
+            outbox.put(state)
+
+    def _update_changed(self, update: UpdateTransaction) -> None:
+        """A phase is told at once, for it permits commit frames or ends the update; what one engine of many reported
+        comes with the next view: a state names all engines, and one for each report of each is the fleet's square."""
+        topic = self._updates.get(update.update_id)
+        if topic is None or topic.value.phase != views.PHASES[update.phase]:
+            self._publish_update(update)
+        else:
+            self._moved.add(update.update_id)
+
+    def _publish_moved(self) -> None:
+        for update_id in self._moved & self.core.updates.keys():
+            self._publish_update(self.core.updates[update_id])
+        self._moved.clear()
 
     def _publish_update(self, update: UpdateTransaction) -> None:
         state = views.update_state(update, self.clock_shift)

@@ -35,7 +35,7 @@ MAX_OUTCOMES_SHOWN = 4096
 COMMITS_TOLD = 8
 """To agents, in each state; they remember those before."""
 VERIFICATIONS = {v: engine_pb2.Verification.Value(f"VERIFICATION_{v.name}") for v in Verification}
-_PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
+PHASES = {p: fleet_pb2.UpdatePhase.Value(f"UPDATE_PHASE_{p.name}") for p in Phase}
 
 
 def fleet_state(core: FleetCore, session: int = 0) -> fleet_pb2.FleetState:
@@ -93,7 +93,7 @@ def update_state(update: UpdateTransaction, shift: float) -> fleet_pb2.UpdateSta
         model=update.model,
         version=version_to_proto(update.version),
         step=update.step,
-        phase=_PHASES[update.phase],
+        phase=PHASES[update.phase],
         cause=update.cause,
         engines=[_outcome(o, times, shift) for o in _by_name(update.outcomes)],
         restores=None if update.restores is None else version_to_proto(update.restores),

@@ -11,7 +11,9 @@ Only log probabilities are compared: decoded tokens hang on near-ties, in which 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import statistics
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -20,6 +22,8 @@ from controlplane.core.versions import EngineId
 AT_LEAST = 3
 """Equal engines, for a majority that means something."""
 MAX_REFERENCE_TOKENS = 64
+MAX_CANDIDATES = 64
+"""Different answers that are each compared with all: a thousand engines' pairs would take seconds."""
 
 
 class Verification(Enum):
@@ -83,6 +87,31 @@ def difference(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return math.inf if any(map(math.isnan, apart)) else max(apart, default=0.0)
 
 
+class Range:
+    """How far apart the answers are that were given to one prompt: the smallest and the largest of each number."""
+
+    __slots__ = ("_high", "_low", "_odd")
+
+    def __init__(self) -> None:
+        self._low: list[float] | None = None
+        self._high: list[float] = []
+        self._odd = False
+        """Some answer has another length, or is no number: it agrees with nothing."""
+
+    def widen(self, prompt_logprobs: tuple[float, ...]) -> None:
+        if self._low is None:
+            self._low, self._high = list(prompt_logprobs), list(prompt_logprobs)
+        if len(prompt_logprobs) != len(self._low) or any(map(math.isnan, prompt_logprobs)):
+            self._odd = True
+            return
+        self._low = list(map(min, self._low, prompt_logprobs))
+        self._high = list(map(max, self._high, prompt_logprobs))
+
+    def within(self, tolerance: float) -> bool:
+        """Each answer agrees with every other, so that nobody can be contradicted."""
+        return not self._odd and difference(tuple(self._low or ()), tuple(self._high)) <= tolerance
+
+
 def judge(said: Mapping[EngineId, Canary], tolerance: float, silent: int = 0) -> Mapping[EngineId, str] | None:
     """Whom a strict majority contradicts, and how. None: there is no majority, and nothing is known.
 
@@ -91,17 +120,42 @@ def judge(said: Mapping[EngineId, Canary], tolerance: float, silent: int = 0) ->
     """
     if len(said) < AT_LEAST:
         return None
-    sides = {
-        name: [other for other, c in said.items() if difference(canary.prompt_logprobs, c.prompt_logprobs) <= tolerance]
-        for name, canary in said.items()
-    }
-    middle = min(sides, key=lambda name: (-len(sides[name]), name))
-    if 2 * len(sides[middle]) <= len(said) + silent:
+    middle, side = _largest_side(said, tolerance)
+    if 2 * len(side) <= len(said) + silent:
         return None
-    agreed = f"{len(sides[middle])} of {len(said)} equal engines"
+    agreed = f"{len(side)} of {len(said)} equal engines"
     return {
         name: f"its canary differs from {agreed} by up to "
         f"{difference(canary.prompt_logprobs, said[middle].prompt_logprobs):.3g} (tolerance {tolerance:.3g})"
         for name, canary in said.items()
-        if name not in sides[middle]
+        if name not in side
     }
+
+
+def _largest_side(said: Mapping[EngineId, Canary], tolerance: float) -> tuple[EngineId, frozenset[EngineId]]:
+    """The engine that most agree with, the first by name, and who does."""
+    by_answer: dict[tuple[float, ...], list[EngineId]] = {}
+    everybody = Range()
+    for name, canary in said.items():
+        by_answer.setdefault(canary.prompt_logprobs, []).append(name)
+        everybody.widen(canary.prompt_logprobs)
+    if everybody.within(tolerance):
+        return min(said), frozenset(said)
+    sides = {
+        min(by_answer[answer]): frozenset(
+            name for other, names in by_answer.items() if difference(answer, other) <= tolerance for name in names
+        )
+        for answer in _candidates(by_answer)
+    }
+    middle = min(sides, key=lambda name: (-len(sides[name]), name))
+    return middle, sides[middle]
+
+
+def _candidates(by_answer: Mapping[tuple[float, ...], Sequence[EngineId]]) -> Sequence[tuple[float, ...]]:
+    """Answers that may be in a majority's middle: all of a few, of many those next to the median of each number."""
+    if len(by_answer) <= MAX_CANDIDATES:
+        return list(by_answer)
+    length = Counter(map(len, by_answer)).most_common(1)[0][0]
+    same = [a for a in by_answer if len(a) == length and not any(map(math.isnan, a))]
+    median = tuple(map(statistics.median, zip(*same, strict=True)))
+    return sorted(same, key=lambda a: difference(a, median))[:MAX_CANDIDATES] or list(by_answer)[:1]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from controlplane.core import errors as e
+from controlplane.core.canary import Range
 from controlplane.core.conditions import dated, fleet_conditions
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_events import Carry
@@ -85,6 +86,10 @@ Unit = tuple[ModelName, str]
 """Units of two models may have one name."""
 
 
+Alike = tuple[str, WeightVersion, bytes]
+"""Likeness, version and content: engines that are the same in all three say the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Doubt:
     """An engine whose canary equal ones contradict, until it says itself that it holds the version no more."""
@@ -133,6 +138,8 @@ class Book:
         """How often in a row."""
         self.agreed: set[EngineId] = set()
         """Engines whose canary is what a strict majority of equal ones says."""
+        self.ranges: dict[ModelName, dict[Alike, Range]] = {}
+        """How far apart the answers of equal engines are at most."""
         self.told: tuple[dict[Unit, tuple[WeightVersion, ...]], dict[ModelName, str]] = ({}, {})
         """The served set that a unit's members were told, and each model's holder of devices."""
         self._sessions: dict[int, EngineId] = {}
@@ -239,6 +246,11 @@ class Book:
         kept = self.kept_at(record)
         return self.model(record.state.model).served if kept is None else (kept.version,)
 
+    def serves_its_own(self, session: int) -> bool:
+        """What this session is told may be other than what the fleet serves."""
+        record = self.of_session(session)
+        return record is not None and (bool(record.place.unit) or self.kept_at(record) is not None)
+
     def served_to(self, session: int, model: ModelName) -> tuple[WeightVersion, ...]:
         """What an agent is told that the fleet serves."""
         record = self.of_session(session)
@@ -288,7 +300,8 @@ class Book:
         return self.models.setdefault(name, ModelRecord())
 
     def open_update(self, model: ModelName) -> UpdateTransaction | None:
-        return next((u for u in self.updates.values() if u.model == model and not u.phase.final), None)
+        newest_first = reversed(self.updates.values())
+        return next((u for u in newest_first if u.model == model and not u.phase.final), None)
 
     def desired(self, record: EngineRecord) -> WeightVersion | None:
         """What the fleet wants this engine to hold: the open update's version once it went, else the newest served."""

@@ -6,7 +6,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_catch_up import catch_up, forget_carry
-from controlplane.core.fleet_doubts import judge_all
+from controlplane.core.fleet_doubts import judge_all, to_be_judged
 from controlplane.core.fleet_events import (
     BroadcastState,
     CloseSession,
@@ -52,7 +52,7 @@ def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
     )
     book.put(record)
     book.awaited.discard(engine_id)
-    return [*effects, *frozen, Welcome(event.session, NO_TERM), *_after_report(book, record, now)]
+    return [*effects, *frozen, Welcome(event.session, NO_TERM), *_after_report(book, record, None, now)]
 
 
 def _check_order(book: Book, event: EngineConnected) -> None:
@@ -102,10 +102,11 @@ def reported(book: Book, event: EngineReported, now: float) -> list[Effect]:
     if record is None:
         return []
     _check_same(book, record.state, event.state)
-    same = (record.state, record.gate_open) == (event.state, event.gate_open)
+    before = record.state
+    same = (before, record.gate_open) == (event.state, event.gate_open)
     record.state, record.gate_open, record.reported_at = event.state, event.gate_open, now
     record.refused = event.refused or record.refused
-    return [] if same else _after_report(book, record, now)
+    return [] if same else _after_report(book, record, before, now)
 
 
 def _check_same(book: Book, known: EngineState, said: EngineState) -> None:
@@ -119,14 +120,16 @@ def _check_same(book: Book, known: EngineState, said: EngineState) -> None:
         raise e.WrongIncarnation(engine_id=known.engine_id, expected=known.incarnation, got=said.incarnation)
 
 
-def _after_report(book: Book, record: EngineRecord, now: float) -> list[Effect]:
+def _after_report(book: Book, record: EngineRecord, before: EngineState | None, now: float) -> list[Effect]:
+    """`before`: what it reported last, in this session."""
     if book.holds_wanted(record):
         record.missed = 0
     model = record.state.model
     for update in book.updates.values():  # of other models too: perhaps its earlier life served one
         if not update.phase.final:
             update.note(record.state, now)
-    doubts = judge_all(book, model, now)  # before anything is decided by what was applied
+    # Before anything is decided by what was applied.
+    doubts = judge_all(book, model, now) if to_be_judged(book, record, before) else []
     return [ViewChanged(), *doubts, *advance(book, model, now), *catch_up(book, model, now, [record])]
 
 
