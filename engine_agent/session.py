@@ -186,8 +186,10 @@ class Session:
         yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
 
     async def _next_state(self, sent: EngineState, served: frozenset[WeightVersion]) -> EngineState:
-        """The state once it differs from `sent`, or its gate may for another served set; or when a heartbeat is due. One
-        that only says that an update moves on waits a moment for what follows: nothing is decided by it."""
+        """The state once it differs from `sent`, or its gate may, for another served set; or when a heartbeat is due.
+
+        One that only says that an update moves on waits a moment for what follows: nothing is decided by it.
+        """
 
         def is_due(state: EngineState) -> bool:
             return state is not sent or self._life.core.served != served or self._goodbye is not None
