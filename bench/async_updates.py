@@ -25,6 +25,7 @@ from bench.harness import Row, spread
 from bench.push import PARTS
 from bench.real.fleet import RUN, RealFleet, quiet, real_fleet
 from bench.real.rollouts import Rollouts
+from bench.real.skipped import not_quick
 from bench.real.weights import TIES, model_directory
 from trainer_agent.rank import TrainerRank
 from trainer_agent.rank.pending import PendingPush
@@ -32,7 +33,7 @@ from trainer_agent.source import ParamMeta
 from trainer_agent.sources.iterable import IterableSource
 
 DEADLINE_SECONDS = 420
-QUICK_DEADLINE_SECONDS = 170
+STEPS, ROUNDS = 3, 4
 CONCURRENT = 8
 RATE = 1e-6
 GOAL = 0.05
@@ -107,8 +108,10 @@ class Loop:
 
 
 def measure(quick: bool) -> list[Row]:
+    if quick:
+        return not_quick("tokens per second", engines=1)
     quiet()
-    model, steps, rounds = model_directory(), 2 if quick else 3, 1 if quick else 4
+    model = model_directory()
     with ExitStack() as stack:
         fleet = stack.enter_context(real_fleet(model, vllm={"max_num_seqs": CONCURRENT}))
         learner = Learner(model)
@@ -117,9 +120,9 @@ def measure(quick: bool) -> list[Row]:
         loop = Loop(fleet, rank, learner, stack.enter_context(Rollouts(fleet.address, CONCURRENT)))
         loop.window(1, pushes=True)  # warms up
         windows: list[tuple[Window, Window]] = []
-        for index in range(rounds):
-            first = loop.window(steps, pushes=index % 2 == 0)
-            second = loop.window(steps, pushes=index % 2 == 1)
+        for index in range(ROUNDS):
+            first = loop.window(STEPS, pushes=index % 2 == 0)
+            second = loop.window(STEPS, pushes=index % 2 == 1)
             windows.append((first, second) if index % 2 == 0 else (second, first))
     return rows([with_pushes for with_pushes, _ in windows], [without for _, without in windows])
 

@@ -19,17 +19,20 @@ from bench.push import Pushes
 from bench.real.fleet import RUN, quiet, real_fleet
 from bench.real.http_server import http_pushes
 from bench.real.ray_engine import ray_pushes
+from bench.real.skipped import not_quick
 from bench.real.weights import Turning, model_directory, two_versions
 from trainer_agent.rank import TrainerRank
 
 DEADLINE_SECONDS = 420
-QUICK_DEADLINE_SECONDS = 170
+ROUNDS = 9
 LOG = Path("build/bench/http-server.log")
 
 
 def measure(quick: bool) -> list[Row]:
+    if quick:
+        return not_quick("Ray, vLLM's HTTP endpoints", engines=3)
     quiet()
-    model, rounds = model_directory(), 3 if quick else 9
+    model, rounds = model_directory(), ROUNDS
     weights = Turning(two_versions(model))
     with ExitStack() as stack:
         fleet = stack.enter_context(real_fleet(model))

@@ -15,21 +15,24 @@ from pathlib import Path
 from bench.harness import Row, interleave, paired_ratio, spread
 from bench.real.fleet import RUN, quiet, real_fleet
 from bench.real.pusher import Pusher
+from bench.real.skipped import not_quick
 from bench.real.weights import model_directory
 
 DEADLINE_SECONDS = 300
-QUICK_DEADLINE_SECONDS = 170
+ROUNDS = 9
 GOAL = 1.5
 
 
 def measure(quick: bool) -> list[Row]:
+    if quick:
+        return not_quick("two engines", engines=3)
     quiet()
-    model, rounds = model_directory(), 3 if quick else 9
+    model = model_directory()
     first, second = [str(core) for core in sorted(os.sched_getaffinity(0))[:2]]
     with ExitStack() as stack:
         one = _pusher(stack, model, [first])
         two = _pusher(stack, model, [first, second])
-        samples = interleave({"one": one.push, "two": two.push}, rounds=rounds, warm_up=2)
+        samples = interleave({"one": one.push, "two": two.push}, rounds=ROUNDS, warm_up=2)
     ratio = paired_ratio(samples["two"], samples["one"])
     return [
         Row(
