@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from engine_agent.vllm import loading
 from engine_agent.vllm.loading import Loader
 
 
@@ -31,8 +30,10 @@ class Model(torch.nn.Module):
         self.lm_head: Any = torch.nn.Linear(3, 4, bias=False)
         if tied:
             self.lm_head.weight = self.embed.weight
-        self.method = self.embed.quant_method = self.lm_head.quant_method = Packs()
-        for layer in (self.embed, self.lm_head):
+        self.method = Packs()
+        layers: tuple[Any, ...] = (self.embed, self.lm_head)
+        for layer in layers:
+            layer.quant_method = self.method
             self.method.process_weights_after_loading(layer)
         self.method.count = 0
 
@@ -56,7 +57,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
         loader.note_packed()
         return loader
 
-    monkeypatch.setattr(loading.current_platform, "is_cpu", lambda: True)
+    monkeypatch.setattr("engine_agent.vllm.loading.current_platform.is_cpu", lambda: True)
     return begin
 
 
