@@ -68,6 +68,7 @@ class Installer:
 
     async def _install(self, staged: StagedWeights) -> InstallReport:
         llm, install_id = self._core.llm, uuid.uuid4().hex
+        started = time.perf_counter()
         if not await self._ask(llm.is_paused(), "is_paused"):
             raise InstallFailed(self._core.engine_id, staged.label, False, "the engine is not quiesced")
         self._check_layout(staged)
@@ -77,7 +78,6 @@ class Installer:
         else:
             await self._ask(llm.start_draft_weight_update(), "start_draft_weight_update")
         await self._told(staged, told_at_check(staged) | {"install_id": install_id})
-        started = time.perf_counter()
         self._touching = True
         loaded = await self._told(staged, {"step": "install", "install_id": install_id})
         loaded_at = time.perf_counter()
