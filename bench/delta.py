@@ -87,13 +87,13 @@ def learnt(model: Path, rate: float, steps: int, warm_up: int) -> list[Weights]:
         if step == warm_up + steps:
             break
         optimizer.zero_grad(set_to_none=True)
-        torch.autograd.backward(_loss(network, tokens))
+        torch.autograd.backward(loss_of(network, tokens))
         torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
         optimizer.step()
     return found
 
 
-def _loss(network: Any, tokens: torch.Tensor) -> torch.Tensor:
+def loss_of(network: Any, tokens: torch.Tensor) -> torch.Tensor:
     logits: torch.Tensor = network(tokens[:, :-1]).logits.log_softmax(-1)
     chosen = logits.gather(-1, tokens[:, 1:, None]).squeeze(-1).mean(-1)
     return -(torch.tensor(ADVANTAGES) * chosen).mean()
@@ -193,7 +193,7 @@ def _wait(check: Callable[[], bool], seconds: float) -> None:
         time.sleep(0.5)
 
 
-def measure(address: str, model: Path, rate: float, steps: int, warm_up: int) -> dict[str, Any]:
+def measure_rate(address: str, model: Path, rate: float, steps: int, warm_up: int) -> dict[str, Any]:
     """Medians over the steps."""
     sequence = learnt(model, rate, steps, warm_up)
     tokens = passages(model)[0, :PROMPT_TOKENS].tolist()
@@ -224,7 +224,7 @@ def main() -> None:
     model = smollm2((given.cache or default_cache_dir()).absolute())
     with tempfile.TemporaryDirectory() as directory, fleet(model, Path(directory)) as address:
         for rate in given.rates:
-            print(json.dumps(measure(address, model, rate, given.steps, given.warm_up)), flush=True)
+            print(json.dumps(measure_rate(address, model, rate, given.steps, given.warm_up)), flush=True)
 
 
 if __name__ == "__main__":

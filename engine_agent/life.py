@@ -38,6 +38,7 @@ from engine_agent.engine import Engine, EngineFacts
 from engine_agent.gate import Gate
 from engine_agent.installing import Applied, Install, prove_at_last
 from engine_agent.kept_base import BaseKeeper
+from engine_agent.kept_maps import KeptMaps
 from engine_agent.lent import LentDevices
 from engine_agent.outcomes import Outcomes
 from engine_agent.progress import Progress
@@ -104,6 +105,8 @@ class EngineLife:
         self._receivers: dict[int, Receiver] = {}
         self._streaming: dict[int, StreamingInstall] = {}
         self.links = EngineLinks(initial.engine_id)
+        self.segments = KeptMaps()
+        """Senders' segments, between updates."""
         self._outcomes = Outcomes()
         self._checksums: dict[str, bytes] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -159,6 +162,7 @@ class EngineLife:
             self.drop(stream)
         self.spare.close()
         self.links.close()
+        self.segments.close()
         await self.engine.shutdown()
 
     @property

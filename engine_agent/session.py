@@ -28,7 +28,7 @@ from controlplane.core.errors import (
     WrongIncarnation,
     WrongRun,
 )
-from controlplane.core.versions import ModelName, Term
+from controlplane.core.versions import ModelName, Term, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import commit_from_proto, engine_ref, seconds_from_proto, version_from_proto
@@ -176,20 +176,23 @@ class Session:
     async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
         """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it
         stops when the loop does."""
-        sent = self._life.state.value
+        sent, served = self._life.state.value, self._life.core.served
         yield fleet_pb2.SessionRequest(engine_hello=self._hello())
         while self._goodbye is None:
-            sent = await self._next_state(sent)
+            sent = await self._next_state(sent, served)
+            served = self._life.core.served
             yield fleet_pb2.SessionRequest(engine_status=status_of(self._life))
             self._told.set(sent)
         yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
 
-    async def _next_state(self, sent: EngineState) -> EngineState:
-        """The state once it differs from `sent`, or when a heartbeat is due. One that only says that an update moves on
-        waits a moment for what follows: nothing is decided by it."""
+    async def _next_state(self, sent: EngineState, served: frozenset[WeightVersion]) -> EngineState:
+        """The state once it differs from `sent`, or its gate may, for another served set; or when a heartbeat is due.
+
+        One that only says that an update moves on waits a moment for what follows: nothing is decided by it.
+        """
 
         def is_due(state: EngineState) -> bool:
-            return state is not sent or self._goodbye is not None
+            return state is not sent or self._life.core.served != served or self._goodbye is not None
 
         def is_news(state: EngineState) -> bool:
             return not _moves_on(state) or self._goodbye is not None

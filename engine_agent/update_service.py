@@ -232,6 +232,7 @@ class _Attempt:
             self._link,
             self._base_of(update),
             self._life.spare,
+            self._life.segments,
         )
         if not update.streaming:
             self._keep(await self._made(incoming))

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.core.layout import Layout
 from engine_agent.engine import StagedWeights
+from engine_agent.kept_maps import KeptMaps
 from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.checkpoint import CheckpointReceiver
 from engine_agent.receivers.inline import InlineReceiver
@@ -58,6 +59,8 @@ class Incoming:
     """Of a delta: what it changes."""
     spare: Spare | None = None
     """Of a whole version that is copied: where its memory comes from, and goes to."""
+    segments: KeptMaps | None = None
+    """With shared memory: what stayed mapped since the update before."""
 
 
 def make_receiver(incoming: Incoming) -> Receiver:
@@ -70,7 +73,7 @@ def make_receiver(incoming: Incoming) -> Receiver:
         case weight_update_pb2.TRANSPORT_INLINE:
             return InlineReceiver(_staging(incoming))
         case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
-            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
+            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids, incoming.segments)
         case weight_update_pb2.TRANSPORT_BROADCAST if incoming.link is not None:
             return BroadcastReceiver(_staging(incoming), incoming.link)
         case unknown:
@@ -87,7 +90,7 @@ def make_part_receiver(incoming: Incoming) -> PartReceiver:
         case weight_update_pb2.TRANSPORT_INLINE:
             return InlineReceiver(Staging(incoming.layout, reserve=False), keeps=False)
         case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
-            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids)
+            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids, incoming.segments)
         case unknown:
             raise _unsupported(incoming.engine_id, unknown)
 

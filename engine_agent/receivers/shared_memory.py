@@ -1,12 +1,12 @@
 """Shared memory: the sender's segments are mapped and read in place. No byte is copied before the install.
 
 A segment is opened once and kept by its descriptor, so it stays readable when the sender dies and its name is
-removed; workers reach it through this process's descriptor table.
+removed; workers reach it through this process's descriptor table. It stays mapped for the next update, which most
+often comes in the same one (`engine_agent.kept_maps`).
 """
 
 from __future__ import annotations
 
-import mmap
 import os
 import stat
 import threading
@@ -20,40 +20,33 @@ from controlplane.core.assembly import Record
 from controlplane.core.errors import ByteCountMismatch, DeviceHandlesMissing, FrameInvalid, SegmentUnreadable
 from controlplane.core.layout import Layout
 from engine_agent.engine import Placement, SegmentSpan, StagedPart, StagedWeights
+from engine_agent.kept_maps import KeptMaps, MappedFile
 from engine_agent.receivers.port import Buffer, require_equal, require_open
 
 SHARED_MEMORY = Path("/dev/shm")
 ANY_DEVICE = ""
 
 
-@dataclass
+@dataclass(frozen=True, slots=True)
 class _Segment:
     """One segment, open."""
 
     name: str
-    descriptor: int
-    view: mmap.mmap
-    size: int
-
-    def installed(self) -> None:
-        """Its memory is not this side's."""
-
-    def close(self) -> None:
-        self.view.close()
-        os.close(self.descriptor)
+    file: MappedFile
 
 
 @dataclass
 class _Device:
     """What one device's workers read, in the order in which segments appeared."""
 
+    kept: KeptMaps
     segments: list[_Segment] = field(default_factory=list)
 
     def index_of(self, name: str) -> int:
         for i, segment in enumerate(self.segments):
             if segment.name == name:
                 return i
-        self.segments.append(_open(name))
+        self.segments.append(_Segment(name, _open(name, self.kept)))
         return len(self.segments) - 1
 
 
@@ -64,8 +57,13 @@ class SharedMemoryReceiver:
     quick = False
     keeps = False
 
-    def __init__(self, layout: Layout, host_id: str, device_uuids: tuple[str, ...]) -> None:
+    def __init__(
+        self, layout: Layout, host_id: str, device_uuids: tuple[str, ...], kept: KeptMaps | None = None
+    ) -> None:
+        """`kept`: where segments of earlier updates are found, and these go in the end."""
         self._layout = layout
+        self._kept = kept or KeptMaps()
+        self._keeps = kept is not None
         self._host_id = host_id
         self._wanted = device_uuids
         self._devices: dict[str, _Device] = {}
@@ -89,7 +87,7 @@ class SharedMemoryReceiver:
         with self._in_use:
             require_open(self._closed)
             for device in self._devices.values():
-                with memoryview(device.segments[place.chunk].view) as view:
+                with memoryview(device.segments[place.chunk].file.map) as view:
                     got = xxhash.xxh3_64_digest(view[place.offset : place.offset + size])
                 require_equal(self._layout, tensor, expected, got)
 
@@ -105,17 +103,20 @@ class SharedMemoryReceiver:
 
     def _spans(self) -> dict[str, list[SegmentSpan]]:
         return {
-            uuid: [SegmentSpan(f"/proc/{os.getpid()}/fd/{s.descriptor}", 0, s.size) for s in device.segments]
+            uuid: [SegmentSpan(f"/proc/{os.getpid()}/fd/{s.file.descriptor}", 0, s.file.size) for s in device.segments]
             for uuid, device in self._devices.items()
         }
+
+    def installed(self) -> None:
+        """Its memory is not this side's."""
 
     def close(self) -> None:
         with self._in_use:
             self._closed = True
             devices, self._devices = self._devices, {}
-            for device in devices.values():
-                for segment in device.segments:
-                    segment.close()
+            if not self._keeps:
+                self._kept.close()
+            self._kept.give_back(segment.file for device in devices.values() for segment in device.segments)
 
     def _check_devices(self, given: list[str]) -> None:
         """G2: every worker finds a buffer for its device."""
@@ -129,11 +130,12 @@ class SharedMemoryReceiver:
             raise FrameInvalid("Chunk", "buffers", "the shared_memory transport has its bytes in segments")
         if buffer.host_id != self._host_id:
             raise SegmentUnreadable(segment=buffer.segment, cause=f"it lives on host {buffer.host_id}")
-        device = self._devices.setdefault(buffer.device_uuid, _Device())
+        device = self._devices.setdefault(buffer.device_uuid, _Device(self._kept))
         index = device.index_of(buffer.segment)
         end = buffer.offset + buffer.byte_count
-        if end > device.segments[index].size:
-            raise ByteCountMismatch(what=f"segment {buffer.segment}", expected=end, got=device.segments[index].size)
+        size = device.segments[index].file.size
+        if end > size:
+            raise ByteCountMismatch(what=f"segment {buffer.segment}", expected=end, got=size)
         return index, buffer.offset
 
     def _note(self, record: Record, place: Placement) -> None:
@@ -152,17 +154,14 @@ class SharedMemoryReceiver:
         return place
 
 
-def _open(name: str) -> _Segment:
+def _open(name: str, kept: KeptMaps) -> MappedFile:
     """Raises SegmentUnreadable. The name's form was checked by the schema: it cannot leave the directory."""
     try:
         descriptor = os.open(SHARED_MEMORY / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise SegmentUnreadable(segment=name, cause=error.strerror or str(error)) from error
-    try:
-        info = os.fstat(descriptor)
-        if not stat.S_ISREG(info.st_mode) or info.st_size == 0:
-            raise SegmentUnreadable(segment=name, cause="it is no segment with bytes")
-        return _Segment(name, descriptor, mmap.mmap(descriptor, 0, prot=mmap.PROT_READ), info.st_size)
-    except BaseException:
+    info = os.fstat(descriptor)
+    if not stat.S_ISREG(info.st_mode) or info.st_size == 0:
         os.close(descriptor)
-        raise
+        raise SegmentUnreadable(segment=name, cause="it is no segment with bytes")
+    return kept.take(descriptor)

@@ -18,6 +18,10 @@ from engine_agent.vllm.settings import VllmSettings
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """NVIDIA's and AMD's control devices."""
 
+KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+"""glibc keeps what was freed, and takes large blocks from it: an install takes and frees the whole model on its way,
+and pages that are new to a process cost several times what a copy does. Of no effect under another allocator."""
+
 
 def gpu_present() -> bool:
     """Whether this machine has a GPU that vLLM would take, without loading a driver library."""
@@ -53,6 +57,8 @@ def engine_environment(
         wanted["CUDA_VISIBLE_DEVICES"] = ",".join(settings.visible_devices)
     if not gpu:
         wanted |= _cpu_variables(settings)
+        if not any(name.startswith("MALLOC_") for name in base):
+            wanted |= KEPT_HEAP
         refused.add("VLLM_CPU_KVCACHE_SPACE")  # whole GiB, and it would override kv_cache_memory_bytes
     return {k: v for k, v in base.items() if k not in refused} | wanted
 

@@ -68,6 +68,7 @@ class Installer:
 
     async def _install(self, staged: StagedWeights) -> InstallReport:
         llm, install_id = self._core.llm, uuid.uuid4().hex
+        started = time.perf_counter()
         if not await self._ask(llm.is_paused(), "is_paused"):
             raise InstallFailed(self._core.engine_id, staged.label, False, "the engine is not quiesced")
         self._check_layout(staged)
@@ -76,8 +77,7 @@ class Installer:
             await self._ask(llm.start_weight_update(), "start_weight_update")
         else:
             await self._ask(llm.start_draft_weight_update(), "start_draft_weight_update")
-        await self._told(staged, _check_step(staged) | {"install_id": install_id})
-        started = time.perf_counter()
+        await self._told(staged, told_at_check(staged) | {"install_id": install_id})
         self._touching = True
         loaded = await self._told(staged, {"step": "install", "install_id": install_id})
         loaded_at = time.perf_counter()
@@ -98,7 +98,7 @@ class Installer:
     async def _tell_layout(self, staged: StagedWeights) -> None:
         if self._layout_digest == staged.layout.digest:
             return
-        request = self._core.init_request(_init_info(staged, self._device_uuids))
+        request = self._core.init_request(told_at_init(staged, self._device_uuids))
         await self._ask(self._core.llm.init_weight_transfer_engine(request), "init_weight_transfer_engine")
         self._layout_digest = staged.layout.digest
 
@@ -222,7 +222,7 @@ class Installer:
         return await self._core.ask(call, what, self._limit)
 
 
-def _init_info(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str, Any]:
+def told_at_init(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str, Any]:
     layout = staged.layout
     told: dict[str, Any] = {
         "device_uuids": list(device_uuids),
@@ -238,7 +238,7 @@ def _init_info(staged: StagedWeights, device_uuids: tuple[str, ...]) -> dict[str
     return told
 
 
-def _check_step(staged: StagedWeights) -> dict[str, Any]:
+def told_at_check(staged: StagedWeights) -> dict[str, Any]:
     places = _places(staged.chunks, staged.placements)
     return {"step": "check", "layout_digest": staged.layout.digest.hex(), **places}
 

@@ -28,6 +28,8 @@ class Loader:
         """`config`: vLLM's ModelConfig of it."""
         self._model: Any = model
         self._config = config
+        self._packed_before: Any = None
+        """How the tied embedding multiplied before this load."""
 
     @property
     def tied(self) -> bool:
@@ -49,6 +51,7 @@ class Loader:
         """The model is in pieces from here on to `close` or `abandon`; `packing` is left after that. What it needs."""
         needed = {name for name, _ in self._model.named_parameters()}
         close_open_layers(self._model)
+        self.note_packed()
         initialize_layerwise_reload(self._model)
         packing.enter_context(experts_packed_anew(self._model))
         return needed
@@ -76,12 +79,38 @@ class Loader:
             shown = ", ".join(missing[:NAMES_SHOWN])
             raise ValueError(f"{len(missing)} parameters of the model were not loaded: {shown}")
 
+    def note_packed(self) -> None:
+        """What the embedding multiplies by now is of the old weights."""
+        self._packed_before = getattr(self._tied_embedding(), "cpu_linear", None)
+
     def repair_tied_head(self) -> None:
-        """On a CPU a tied head computes with a packed copy of the embedding, which layerwise reload leaves old."""
+        """On a CPU a tied head computes with a packed copy of the embedding, which layerwise reload leaves old.
+
+        The reload packs the embedding too, which nobody multiplies by: the head takes that copy, of the same weights,
+        instead of packing one of its own.
+        """
         head = getattr(self._model, "lm_head", None)
         method = getattr(head, "quant_method", None)
-        if self.tied and current_platform.is_cpu() and method is not None:
+        if not (self.tied and current_platform.is_cpu() and method is not None):
+            return
+        packed = getattr(self._tied_embedding(), "cpu_linear", None)
+        if packed is None or packed is self._packed_before:
             method.process_weights_after_loading(head)
+        else:
+            self._model.lm_head.cpu_linear = packed
+
+    def _tied_embedding(self) -> torch.nn.Module | None:
+        """The module whose very memory the head's weight is."""
+        weight = getattr(getattr(self._model, "lm_head", None), "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.is_meta or not weight.numel():
+            return None
+        modules: Iterator[torch.nn.Module] = self._model.modules()
+        for module in modules:
+            own = getattr(module, "weight", None)
+            same = isinstance(own, torch.Tensor) and own.data_ptr() == weight.data_ptr() and own.shape == weight.shape
+            if same and module is not self._model.lm_head:
+                return module
+        return None
 
 
 def close_open_layers(model: torch.nn.Module) -> None:

@@ -4,19 +4,21 @@ Promises that each tensor is a view of the bytes that were named, checked for ra
 made. Refuses to let go of memory that something still reads (INV-12): `close` raises then.
 
 The mappings are private and copy-on-write: a loader that writes into a tensor in place can neither change the
-sender's bytes nor be killed for writing to a read-only page.
+sender's bytes nor be killed for writing to a read-only page. They outlive the update (`engine_agent.kept_maps`), since
+to map a segment is a good part of what an install takes; one that a loader wrote into does not.
 """
 
 from __future__ import annotations
 
 import gc
 import math
-import mmap
 import os
 from collections.abc import Sequence
 
 import numpy as np
 import torch
+
+from engine_agent.kept_maps import KeptMaps, MappedFile
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -43,12 +45,16 @@ class StagingError(ValueError):
 class MappedChunks:
     """The chunk list of one worker's device. `spans` are (path, offset, byte count)."""
 
-    def __init__(self, spans: Sequence[tuple[str, int, int]]) -> None:
+    def __init__(self, spans: Sequence[tuple[str, int, int]], kept: KeptMaps | None = None) -> None:
+        """`kept`: where mappings of earlier updates are found, and these go in the end; private ones."""
         self._spans = list(spans)
-        self._maps: dict[str, mmap.mmap] = {}
+        self._kept = kept or KeptMaps(private=True)
+        self._keeps = kept is not None
+        self._files: dict[str, MappedFile] = {}
+        self._views: dict[str, memoryview] = {}
         try:
             for path, offset, byte_count in self._spans:
-                if offset < 0 or byte_count < 0 or offset + byte_count > len(self._map(path)):
+                if offset < 0 or byte_count < 0 or offset + byte_count > self._map(path).size:
                     raise StagingError(f"{path}: bytes {offset} to {offset + byte_count} are not in the file")
         except BaseException:
             self.close()
@@ -60,7 +66,7 @@ class MappedChunks:
         byte_count = math.prod(shape) * dtype.itemsize
         if byte_count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        buffer = self._maps[self._spans[chunk][0]]
+        buffer = self._views[self._spans[chunk][0]]
         # Not torch.frombuffer: it does not keep the buffer exported, and `close` would pull the pages away.
         view = np.frombuffer(buffer, dtype=np.uint8, count=byte_count, offset=start)
         return torch.from_numpy(view).view(dtype).view(tuple(shape))
@@ -78,27 +84,28 @@ class MappedChunks:
         return span_offset + offset
 
     def close(self) -> None:
-        """Unmap everything. Raises BufferError if a tensor still reads one of the maps (INV-12)."""
-        for path in list(self._maps):
+        """Let go of everything. Raises BufferError if a tensor still reads one of the maps (INV-12)."""
+        for path in list(self._views):
             try:
-                self._maps[path].close()
+                self._views[path].release()
             except BufferError:
                 gc.collect()  # a cycle in vLLM's load records may hold a view for no one
-                self._maps[path].close()
-            del self._maps[path]
+                self._views[path].release()
+            del self._views[path]
+        files, self._files = self._files, {}
+        if not self._keeps:
+            self._kept.close()
+        self._kept.give_back(files.values())
 
-    def _map(self, path: str) -> mmap.mmap:
-        if path not in self._maps:
+    def _map(self, path: str) -> MappedFile:
+        if path not in self._files:
             try:
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as e:
                 raise StagingError(f"{path}: {e.strerror}") from e
             try:
-                self._maps[path] = mmap.mmap(
-                    descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-                )
+                self._files[path] = self._kept.take(descriptor)
             except (OSError, ValueError) as e:
                 raise StagingError(f"{path}: cannot be mapped: {e}") from e
-            finally:
-                os.close(descriptor)
-        return self._maps[path]
+            self._views[path] = memoryview(self._files[path].map)
+        return self._files[path]

@@ -31,6 +31,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from controlplane import failpoints
+from engine_agent.kept_maps import KeptMaps
 from engine_agent.vllm.loading import Loader
 from engine_agent.vllm.mapping import DTYPES, MappedChunks, StagingError
 from engine_agent.vllm.ranks import rank_in_engine
@@ -94,6 +95,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._init: InitInfo | None = None
         self._update: UpdateInfo | None = None
         self._chunks: MappedChunks | None = None
+        self._kept = KeptMaps(private=True)
         self._streamed: StreamedReload | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -138,6 +140,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
 
     def shutdown(self) -> None:
         self._drop_staged()
+        self._kept.close()
 
     def result_dict(self) -> dict[str, Any]:
         return asdict(self.result) | {"rank": rank_in_engine(self.parallel_config)}
@@ -167,7 +170,7 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         spans = update.chunks.get(uuid, update.chunks.get(""))
         if spans is None:
             raise StagingError(f"no chunks for device {uuid}; there are some for {', '.join(update.chunks)}")
-        return MappedChunks([(path, offset, count) for path, offset, count in spans])
+        return MappedChunks([(path, offset, count) for path, offset, count in spans], self._kept)
 
     # ---- streaming --------------------------------------------------------------------------
 

@@ -97,6 +97,16 @@ async def test_serving_is_told_when_an_engine_takes_requests_under_the_version(t
             assert (answer["version"], answer["status"]) == (3, "COMMITTED")
 
 
+async def test_that_a_gate_opened_is_told_at_once_and_not_with_the_next_heartbeat(tmp_path: Path) -> None:
+    slow = {"heartbeat_seconds": 60.0, "lease_ttl_seconds": 200.0}
+    async with fleet_for_toys(tmp_path, engines=1, **slow) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer, world=1)
+        for step in (1, 2):
+            await ranks.all("push_async", step=step)
+            [answer] = await ranks.all("serving", step=step, timeout=20.0)
+            assert answer.get("serving") == ["e0"], answer
+
+
 async def test_a_version_that_no_gate_opens_for_is_applied_and_not_serving(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
         ranks = await ObedientRanks.start(trainer, world=1)

@@ -20,7 +20,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import EngineFacts
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
-from engine_agent.vllm.install import _check_step
+from engine_agent.vllm.install import told_at_check
 from tests.support.eventually import eventually
 from tests.support.reference import Reference
 from tests.support.staging import stage
@@ -157,7 +157,7 @@ async def test_a_core_that_says_other_than_its_sibling_fails_the_canary(rig: Rig
     with stage(trained(rig.state, 99), "32") as staged:
         for method, *args in (
             ("start_weight_update",),
-            ("update_weights", _check_step(staged)),
+            ("update_weights", told_at_check(staged)),
             ("update_weights", {"step": "install"}),
             ("finish_weight_update",),
         ):

@@ -14,7 +14,7 @@ from torch import nn
 from controlplane import failpoints
 from controlplane.core.layout import DRAFT_ONLY, DType, Layout, Target, TargetKind, TensorSpec, Tie
 from engine_agent.engine import StagedWeights
-from engine_agent.vllm.install import _check_step, _init_info
+from engine_agent.vllm.install import told_at_check, told_at_init
 from tests.support.staging import stage
 
 pytestmark = pytest.mark.real
@@ -77,11 +77,11 @@ class Worker:
         """The session's result."""
         engine = self.engine
         with self._current():
-            engine.init_transfer_engine(engine.parse_init_info(_init_info(staged, ("CPU-0",))))
+            engine.init_transfer_engine(engine.parse_init_info(told_at_init(staged, ("CPU-0",))))
             if to_draft:
                 engine.set_weight_update_target(self.draft, self._config)
             engine.start_weight_update()
-            for step in (_check_step(staged), {"step": "install"}):
+            for step in (told_at_check(staged), {"step": "install"}):
                 engine.receive_weights(engine.parse_update_info(step))
                 if not engine.result.ok:
                     break

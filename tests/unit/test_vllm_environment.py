@@ -14,7 +14,7 @@ import pytest
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.processes import start_time
 from engine_agent.vllm.engine import VllmEngine
-from engine_agent.vllm.environment import engine_environment
+from engine_agent.vllm.environment import KEPT_HEAP, engine_environment
 from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from engine_agent.vllm.settings import OWN_ARGUMENTS, VllmSettings, engine_arguments
 
@@ -46,7 +46,14 @@ def test_a_cpus_settings_stay_on_cpus() -> None:
         "OMP_NUM_THREADS",
         "OMP_WAIT_POLICY",
         "VLLM_CPU_OMP_THREADS_BIND",
+        *KEPT_HEAP,
     }
+
+
+def test_who_tunes_the_allocator_is_left_to_it() -> None:
+    made = environment(MALLOC_ARENA_MAX="2")
+    assert made["MALLOC_ARENA_MAX"] == "2"
+    assert not made.keys() & KEPT_HEAP.keys()
 
 
 def test_the_kv_cache_has_the_size_of_the_settings_not_of_the_environment() -> None:

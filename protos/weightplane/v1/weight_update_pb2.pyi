@@ -884,7 +884,7 @@ class InstallTimings(_message.Message):
 
     @_builtins.property
     def install(self) -> _duration_pb2.Duration:
-        """Loading in every worker."""
+        """Checking that all is there, and loading, in every worker."""
 
     @_builtins.property
     def caches(self) -> _duration_pb2.Duration:
