@@ -336,6 +336,7 @@ class EngineLife:
 
         Once begun it goes to its end, whoever waits. Raises the core's refusals, EngineDied.
         """
+        self.core.heed(event)
         async with self._power:
             if self.lent.sleeps_for(event.owner):
                 return
@@ -356,6 +357,7 @@ class EngineLife:
 
     async def wake(self, event: events.WakeRequested) -> None:
         """Take the devices again; returns when that is done. Raises the core's refusals, EngineDied."""
+        self.core.heed(event)
         if event.kv:
             self.lent.given_back([event.owner])
         async with self._power:
