@@ -105,23 +105,11 @@ def honest() -> list[tuple[str, Any]]:
     version = version_pb2.WeightVersion(term=1, number=1)
     ref = version_pb2.EngineRef(engine_id="e0", incarnation="i")
     digest = bytes(32)
-    whole: dict[str, Any] = {
-        "tensor": 0,
-        "tensor_offset": 0,
-        "buffer_offset": 0,
-        "byte_count": 16,
-        "checksum": bytes(8),
-    }
+    place: dict[str, Any] = {"tensor": 0, "tensor_offset": 0, "buffer_offset": 0, "byte_count": 16}
+    changed: list[dict[str, Any]] = [{}, {"changed_elements": 2}]
+    records = [weight_update_pb2.TensorRecord(**place, checksum=bytes(8), **more) for more in changed]
     buffers = [layout_pb2.BufferHandle(inline=bytes(16))]
-    chunks = [
-        weight_update_pb2.Chunk(
-            version=version,
-            index=0,
-            records=[weight_update_pb2.TensorRecord(**place, checksum=bytes(8), **more)],
-            buffers=buffers,
-        )
-        for more in changed
-    ]
+    chunks = [weight_update_pb2.Chunk(version=version, index=0, records=[r], buffers=buffers) for r in records]
     opened = weight_update_pb2.UpdateOpen(
         run_id="r",
         model="policy",
