@@ -2,6 +2,12 @@
 # Everything runs in .venv, which `make setup` makes; the other targets call it, and it does nothing twice.
 
 PYTHON ?= python3.11
+# Tests that share nothing run two at a time, and those of real processes, engines and trainers by themselves. What the
+# first part came to (which reasons of errors some test produced) is handed on to the second, which judges the whole.
+REASONS := .pytest_cache/reasons.json
+TEST_PURE = $(BIN)/python -m pytest -n 2 --dist worksteal --reasons $(REASONS) -m "pure and not slow" \
+  tests/unit tests/contract tests/sim tests/cases
+TEST_REST = $(BIN)/python -m pytest --reasons $(REASONS) -m "not pure and not slow and not deploy"
 # What is installed. On a GPU machine: make setup EXTRAS=engine,trainer,demo,dev
 EXTRAS ?= engine-cpu,trainer,demo,dev
 # Further words for the demo: make demo DEMO="--model tiny --steps 5"
@@ -16,7 +22,7 @@ STAMP := $(VENV)/.set-up-$(shell (cat pyproject.toml; echo "$(EXTRAS)") | cksum 
 CUDA_ONLY := torchvision torchaudio torchcodec
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants fuzz kill-matrix sweep bench bench-quick check check-style check-types check-protos check-imports format protos clean distclean
+.PHONY: help setup demo test test-real test-deploy test-gpu sim mutants fuzz coverage kill-matrix sweep bench bench-quick check check-style check-types check-protos check-imports format protos clean distclean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/\1|\2/' | \
@@ -27,8 +33,13 @@ setup: $(STAMP) ## make .venv and install everything into it (about 2 minutes, 4
 demo: setup ## train a small model here: a coordinator, two vLLM engines, a Megatron trainer
 	$(BIN)/weightplane demo $(DEMO)
 
-test: setup ## the tests, real engines and trainers included; without the slow ones
+test: setup ## the tests, real engines and trainers included; without the slow ones (TESTS=path: some of them)
+ifdef TESTS
 	$(BIN)/python -m pytest -m "not slow and not deploy" $(TESTS)
+else
+	@rm -f $(REASONS)
+	$(TEST_PURE); pure=$$?; $(TEST_REST); rest=$$?; test $$pure = 0 && test $$rest = 0
+endif
 
 test-real: setup ## the tests that start real vLLM or real Megatron, the slow ones too
 	$(BIN)/python -m pytest -m "real or slow" $(TESTS)
@@ -39,14 +50,18 @@ test-deploy: setup ## the units under a booted systemd, the images built and run
 test-gpu: ## what needs an NVIDIA GPU, in a .venv with CUDA builds (under 8 minutes on one; says what it skips)
 	$(BIN)/python -m pytest -rs --durations=0 tests/gpu
 
+coverage: setup ## branches of controlplane/core that its tests reach
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "pure and not slow" --cov --cov-report term tests/unit tests/contract tests/sim
+
 sim: setup ## simulate the fleet with faults: 200 seeds, or one again (make sim SEED=7)
 	$(BIN)/weightplane sim $(if $(SEED),--seed $(SEED))
 
 mutants: setup ## remove each invariant's check in turn: some test must catch it
 	$(BIN)/python -m tests.mutants.run
 
-fuzz: setup ## send 20,000 malformed frames to every service of real servers (FRAMES=n SEED=n; about 3 minutes)
+fuzz: setup ## send 20,000 malformed frames to every service of real servers (FRAMES=n SEED=n; about 3 minutes), and fuzz what reads them (extra fuzz; RUNS=n)
 	$(BIN)/python -m tests.fuzz.run $(if $(FRAMES),--frames $(FRAMES)) $(if $(SEED),--seed $(SEED))
+	$(BIN)/python -m tests.fuzz.guided $(if $(RUNS),--runs $(RUNS)) $(if $(SEED),--seed $(SEED))
 
 kill-matrix: setup ## kill each process at each phase of an update; writes docs/failures.md (up to 25 minutes)
 	$(BIN)/python -m tests.kill_matrix.run --write docs/failures.md

@@ -27,7 +27,8 @@ class LentDevices:
         self._apply = apply
         self.free = asyncio.Event()
         """Of a dead engine: all of them were given back."""
-        self._noted = memory.lent() if self.taken else None
+        self._noted = memory.lent()
+        """Perhaps an earlier life's, which the disk did not let go."""
 
     @property
     def taken(self) -> bool:
@@ -46,19 +47,25 @@ class LentDevices:
 
     def expect(self, owner: str, device_uuids: tuple[str, ...]) -> None:
         """Before it sleeps for that one. Raises LedgerError, with nothing changed."""
-        self._write(tuple(sorted({*self._owners, owner})), device_uuids)
+        lent = self._of(tuple(sorted({*self._owners, owner})), device_uuids)
+        if lent != self._noted:
+            self._memory.note_lent(lent)
+            self._noted = lent
 
     def note(self, device_uuids: tuple[str, ...]) -> None:
-        """What became of it, after each event. Raises LedgerError."""
-        self._write(self._owners, device_uuids)
+        """What became of it, after each event. It is decided, so a disk that does not take it now takes it later."""
+        lent = self._of(self._owners, device_uuids)
+        if lent != self._noted:
+            self._memory.narrow_lent(lent)
+            self._noted = lent
 
-    def _write(self, owners: tuple[str, ...], device_uuids: tuple[str, ...]) -> None:
-        before = self._noted or Lent((), self._core.term, ())
-        if owners == before.owners:
-            return
-        lent = Lent(owners, max(before.term, self._core.term), device_uuids) if owners else None
-        self._memory.note_lent(lent)
-        self._noted = lent
+    def _of(self, owners: tuple[str, ...], device_uuids: tuple[str, ...]) -> Lent | None:
+        before = self._noted
+        if before is not None and owners == before.owners:
+            return before
+        if not owners:
+            return None
+        return Lent(owners, max(0 if before is None else before.term, self._core.term), device_uuids)
 
     def sleeps_for(self, owner: str) -> bool:
         """No engine is on the devices, and none will be while this one has them: a sleep for it is done."""

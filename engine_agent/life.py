@@ -183,7 +183,10 @@ class EngineLife:
     # ---- events ----
 
     def apply(self, event: events.Event) -> list[events.Effect]:
-        """Decide an event and carry out what is not the caller's own to do. Raises the core's refusals."""
+        """Decide an event and carry out what is not the caller's own to do: all of it, also where the disk is full, so
+        that what is decided is what is claimed. Raises the core's refusals; LedgerError: no writer is let in while what
+        this agent saw is not on its disk (INV-7).
+        """
         effects = self.core.handle(event, time.monotonic())
         if isinstance(event, events.FleetChanged):
             self.links.heard(self.core.term)
@@ -192,7 +195,7 @@ class EngineLife:
         for effect in effects:
             match effect:
                 case events.Remember(term, coordinator_term, number):
-                    self._memory.save(Remembered(term, coordinator_term, number, self._lives))
+                    self._memory.remember(Remembered(term, coordinator_term, number, self._lives))
                 case events.CutStreaming(stream, error):
                     self._streaming[stream].cut(error)
                 case events.EndStream(stream, error):
@@ -205,6 +208,9 @@ class EngineLife:
                     self.state.set(self.core.state)
                 case _:
                     pass  # Accept, Verify, SendReady, StartInstall: the stream that caused them answers
+        if isinstance(event, events.Opened):
+            self._memory.settle()
+        self._memory.settle_soon()
         return effects
 
     def _count(self) -> None:
@@ -346,6 +352,7 @@ class EngineLife:
 
         Once begun it goes to its end, whoever waits. Raises the core's refusals, EngineDied.
         """
+        self.core.heed(event)
         async with self._power:
             if self.lent.sleeps_for(event.owner):
                 return
@@ -366,6 +373,7 @@ class EngineLife:
 
     async def wake(self, event: events.WakeRequested) -> None:
         """Take the devices again; returns when that is done. Raises the core's refusals, EngineDied."""
+        self.core.heed(event)
         if event.kv:
             self.lent.given_back([event.owner])
         async with self._power:

@@ -14,8 +14,9 @@ from controlplane import stacks
 from controlplane.core import engine_events as events
 from controlplane.core.access import ANY, Role
 from controlplane.core.engine_state import Hold, HoldKind
-from controlplane.core.errors import IdentityMismatch, UnsupportedByEngine, WrongIncarnation, WrongRun
-from controlplane.core.names import trainer_owner
+from controlplane.core.errors import IdentityMismatch, InvalidRequest, UnsupportedByEngine, WrongIncarnation, WrongRun
+from controlplane.core.names import TRAINERS, trainer_owner
+from controlplane.core.versions import DeviceTurn, Term
 from controlplane.rpc.codec import pause_from_proto, stacks_to_proto
 from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
 from controlplane.rpc.security import caller
@@ -71,14 +72,14 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
 
     async def Sleep(self, request: lifecycle_pb2.SleepRequest, context: Any) -> lifecycle_pb2.SleepResponse:
         life = self._fenced(request)
-        _check_owner(request.owner)
-        await life.sleep(events.SleepRequested(request.owner, request.level))
+        turn = _turn_of(request, wanted=request.owner.startswith(TRAINERS))
+        await life.sleep(events.SleepRequested(request.owner, request.level, turn))
         return lifecycle_pb2.SleepResponse(status=status_of(life))
 
     async def WakeUp(self, request: lifecycle_pb2.WakeUpRequest, context: Any) -> lifecycle_pb2.WakeUpResponse:
         life = self._fenced(request)
-        _check_owner(request.owner)
-        await life.wake(events.WakeRequested(request.owner, request.kv_cache))
+        turn = _turn_of(request, wanted=caller().role is Role.TRAINER and caller().name != ANY)
+        await life.wake(events.WakeRequested(request.owner, request.kv_cache, turn))
         return lifecycle_pb2.WakeUpResponse(status=status_of(life))
 
     async def Drain(self, request: lifecycle_pb2.DrainRequest, context: Any) -> lifecycle_pb2.DrainResponse:
@@ -150,8 +151,16 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
         return life
 
 
-def _check_owner(owner: str) -> None:
-    """A trainer takes and gives back devices in its own name. Raises IdentityMismatch."""
+def _turn_of(request: lifecycle_pb2.SleepRequest | lifecycle_pb2.WakeUpRequest, *, wanted: bool) -> DeviceTurn | None:
+    """None: a person asks, who may wake in a trainer's name, and is not fenced (INV-7). A trainer takes and gives back
+    devices in its own name. Raises IdentityMismatch, InvalidRequest."""
     principal = caller()
-    if principal.role is Role.TRAINER and principal.name != ANY and owner != trainer_owner(principal.name):
-        raise IdentityMismatch(caller=str(principal), claimed=owner)
+    if principal.role is Role.TRAINER and principal.name != ANY and request.owner != trainer_owner(principal.name):
+        raise IdentityMismatch(caller=str(principal), claimed=request.owner)
+    if request.HasField("turn"):
+        if not request.owner.startswith(TRAINERS):
+            raise InvalidRequest(field="turn", problem=f"{request.owner} is no trainer, and has none")
+        return DeviceTurn(Term(request.turn.term), request.turn.number)
+    if wanted:
+        raise InvalidRequest(field="turn", problem=f"{request.owner} is a trainer, and names no turn")
+    return None

@@ -3,17 +3,27 @@ its engine had (L2), and who has its engine's devices.
 
 Small JSON files, each replaced atomically and synced before anything that follows from it. The number, which grows with
 every update, is written over in place in a file of its own: one write to the disk in place of three. That file is one
-sector, so that a write which a crash cuts short is there or is not.
+sector, so that a write which a crash cuts short is there or is not. What was decided stands also where the disk did not
+take it (it is full, say): it is owed, written as soon as there is room, and until then no writer is let in (INV-7). An
+end of a loan that is owed harms nobody: the note names too many, whose word a restart awaits.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+import structlog
+
 from controlplane.core.errors import LedgerError
+
+log = structlog.get_logger(__name__)
+
+RETRY_SECONDS = 1.0
+"""Between two tries to write what is owed, where nothing depends on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +68,14 @@ class Memory:
         self._lent_path = path.with_suffix(".lent.json")
         self._run_id = run_id
         self._model = model
+        self._owed: Remembered | None = None
+        self._owed_lent: tuple[Lent | None] | None = None
+        self._retry_at = 0.0
 
     def load(self) -> Remembered:
+        return self._on_disk() if self._owed is None else self._owed
+
+    def _on_disk(self) -> Remembered:
         try:
             content = json.loads(self._path.read_text())
             of_this_run = content.pop("run_id") == self._run_id
@@ -92,7 +108,34 @@ class Memory:
             self._note_number(remembered.number)
         else:
             self._replace(self._path, asdict(remembered))
-        self._saved = remembered
+        self._saved, self._owed = remembered, None
+
+    def remember(self, remembered: Remembered) -> None:
+        """What was decided already, so nothing is raised: if the disk does not take it, it is owed."""
+        self._owed = remembered
+        self._try_to_settle()
+
+    def settle(self) -> None:
+        """Before a writer is let in: what is owed of terms and numbers is on the disk when this returns (INV-7).
+
+        Raises LedgerError.
+        """
+        if self._owed is not None:
+            self.save(self._owed)
+
+    def settle_soon(self) -> None:
+        """Now and then, while something is owed."""
+        if (self._owed is not None or self._owed_lent is not None) and time.monotonic() >= self._retry_at:
+            self._try_to_settle()
+
+    def _try_to_settle(self) -> None:
+        try:
+            self.settle()
+            if self._owed_lent is not None:
+                self.note_lent(*self._owed_lent)
+        except LedgerError as error:
+            self._retry_at = time.monotonic() + RETRY_SECONDS
+            log.error("memory_is_owed", cause=str(error))
 
     def _noted_number(self) -> int:
         """0 where none was noted, or another run's."""
@@ -126,7 +169,16 @@ class Memory:
         return noted if ours and noted.owners else None
 
     def note_lent(self, lent: Lent | None) -> None:
-        """On the disk when it returns. None: they are the engine's own again."""
+        """On the disk when it returns. None: they are the engine's own again. Raises LedgerError."""
+        self._write_lent(lent)
+        self._owed_lent = None
+
+    def narrow_lent(self, lent: Lent | None) -> None:
+        """Fewer have them than was noted, which was decided already, so nothing is raised: it may be owed."""
+        self._owed_lent = (lent,)
+        self._try_to_settle()
+
+    def _write_lent(self, lent: Lent | None) -> None:
         if lent is not None:
             self._replace(self._lent_path, asdict(lent))
             return

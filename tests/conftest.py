@@ -1,15 +1,18 @@
 """What every test module may rely on: it finds the environment as the run began, whatever ran before it.
 
 And what a whole run proves at its end: each reason of `controlplane.core.errors` was produced by the product itself, in
-some test. A run of a part of the tests proves nothing about that, and says nothing.
+some test. A run of a part of the tests proves nothing about that, and says nothing. A whole run may be of several
+parts, each with several workers: `--reasons FILE` hands on what the parts before it came to.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +22,17 @@ _PRODUCT = ("controlplane.", "engine_agent.", "trainer_agent.")
 _NOT_PRODUCERS = ("controlplane.core.errors", "controlplane.sim.")
 """The first rebuilds what another process raised; the simulator plays engines that fail."""
 _LAST = "test_each_reason_is_produced_by_some_test"
+_TESTS = Path(__file__).parent
+_PURE = tuple(_TESTS / name for name in ("unit", "contract", "sim", "cases"))
+"""Where tests share nothing with each other, unless they start real engines."""
 produced: dict[str, str] = {}
 """By reason: the module of the product that raised it first."""
+_took_part: set[str] = set()
+"""Modules of tests of this run's earlier parts, and of this one."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--reasons", type=Path, help="what earlier parts of this run came to, and this one's beside it")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,6 +48,37 @@ def pytest_configure(config: pytest.Config) -> None:
         made(self)
 
     WeightplaneError.__post_init__ = note  # type: ignore[method-assign]
+    file = config.getoption("reasons")
+    if file is not None and file.exists():
+        _merge(json.loads(file.read_text()))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Told to the main process by a worker of its (pytest-xdist), which tells the next part of the run."""
+    came_to = {"produced": produced, "modules": sorted(_took_part)}
+    told, file = getattr(session.config, "workeroutput", None), session.config.getoption("reasons")
+    if told is not None:
+        told["reasons"] = came_to
+    elif file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(json.dumps(came_to))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist ended; one that was killed tells nothing."""
+    _merge(getattr(node, "workeroutput", {}).get("reasons", {}))
+
+
+def _merge(came_to: dict[str, Any]) -> None:
+    for reason, maker in came_to.get("produced", {}).items():
+        produced.setdefault(reason, maker)
+    _took_part.update(came_to.get("modules", ()))
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    if item.get_closest_marker("real") is None and item.path.is_relative_to(_TESTS) and item.path.parent in _PURE:
+        item.add_marker("pure")
 
 
 @pytest.hookimpl(trylast=True)
@@ -44,7 +87,9 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     last = [item for item in items if item.name == _LAST]
     rest = [item for item in items if item.name != _LAST]
     here = {item.path for item in rest}
-    every = set(Path(__file__).parent.rglob("test_*.py"))
+    _took_part.update(str(path) for path in here)
+    here |= {Path(name) for name in _took_part}
+    every = set(_TESTS.rglob("test_*.py"))
     slow = {path for path in every if path not in here and "pytest.mark.slow" in path.read_text()}
     whole = here | slow | {item.path for item in last} >= every and not config.option.keyword
     items[:] = rest + (last if whole else [])

@@ -210,8 +210,13 @@ class EngineCore(Admission, Installs):
 
     # ---- sleep ----
 
+    def heed(self, event: SleepRequested | WakeRequested) -> None:
+        """Also of a life that is dead, whose devices are still somebody's. Raises StaleTerm, StaleTurn (INV-7)."""
+        self._power.heed(self.state, self.term, event)
+
     def _sleep_requested(self, event: SleepRequested) -> list[Effect]:
         """What it takes away is not claimed any more before it goes (INV-1); an install is never cut."""
+        self.heed(event)
         engine_sleep.check_sleep(self.state, self.capabilities, event)
         aborted = self._abort_unless_installing(
             e.EngineAsleep(engine_id=self.state.engine_id, missing="weights and KV cache are")
@@ -222,6 +227,7 @@ class EngineCore(Admission, Installs):
         return [*aborted, *effects]
 
     def _wake_requested(self, event: WakeRequested) -> list[Effect]:
+        self.heed(event)
         self.state, effects = self._power.wake(self.state, event)
         return effects
 

@@ -12,7 +12,16 @@ from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset,
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.pauses import PausePolicy
-from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import (
+    DeviceTurn,
+    EngineId,
+    Incarnation,
+    ModelName,
+    RunId,
+    Term,
+    UpdateId,
+    WeightVersion,
+)
 
 # ---- events -------------------------------------------------------------------------------------
 
@@ -197,6 +206,8 @@ class SleepRequested:
 
     owner: str
     level: int
+    turn: DeviceTurn | None = None
+    """Of a trainer that asks; None: a person does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +216,8 @@ class WakeRequested:
 
     owner: str
     kv: bool
+    turn: DeviceTurn | None = None
+    """Of a trainer that asks; None: a person does."""
 
 
 @dataclass(frozen=True, slots=True)

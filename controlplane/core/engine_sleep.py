@@ -1,7 +1,8 @@
 """Sleep and waking of one engine: who may ask, what becomes resident when, and when a version that nobody heard yet is.
 
 Promises: only who put an engine to sleep wakes it, since its devices are theirs; a wake that a later sleep followed
-says nothing; a version that was installed without a KV cache is UNPROVEN until its canary spoke, and poison if the
+says nothing; nor does a trainer's word that comes after a later one of its own or of its successors (INV-7). A version
+that was installed without a KV cache is UNPROVEN until its canary spoke, and poison if the
 canary finds fault. Pure: `EngineCore` keeps the state.
 """
 
@@ -13,6 +14,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_events import Effect, Report, SleepRequested, StartSleep, StartWake, WakeRequested, Woke
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
 from controlplane.core.names import TRAINERS
+from controlplane.core.versions import NO_TURN, DeviceTurn, Term
 
 SLEEP = "sleep"
 """The capability."""
@@ -28,9 +30,31 @@ class Power:
         """Wakes whose `Woke` is to come; they end in the order in which they were asked for."""
         self._outdated = 0
         """Those before them that a sleep followed."""
+        self._turn = NO_TURN
+        """The latest that a trainer's word came in."""
+        self._slept: dict[str, DeviceTurn] = {}
+        """In which turn it was last put to sleep, by owner; of people in none."""
+
+    def heed(self, state: EngineState, term: Term, event: SleepRequested | WakeRequested) -> None:
+        """INV-7: a trainer's word, before anything comes of it; `term` is the highest that this agent ever saw. A dead
+        life's, or one that its own life went past, changes nothing; but who was fenced may still give back what it took
+        from an engine that lives. A person has no turns. Raises StaleTerm, StaleTurn.
+        """
+        turn = event.turn
+        if turn is None:
+            return
+        present = max(DeviceTurn(term, 0), self._turn)
+        if isinstance(event, WakeRequested) and state.life is Life.RUNNING:
+            present = self._slept.get(event.owner, NO_TURN)
+        if turn.term < present.term:
+            raise e.StaleTerm(model=state.model, got=turn.term, current=present.term)
+        if turn < present:
+            raise e.StaleTurn(engine_id=state.engine_id, owner=event.owner, got=turn.number, current=present.number)
+        self._turn = max(self._turn, turn)
 
     def sleep(self, state: EngineState, event: SleepRequested) -> tuple[EngineState, list[Effect]]:
         """To be checked with `check_sleep` before; what it takes away is not claimed any more (INV-1)."""
+        self._slept[event.owner] = event.turn or NO_TURN
         again = state.residency is Residency.ASLEEP and not self._waking and event.level != DROPS_WEIGHTS
         self._outdated, self._waking = self._outdated + self._waking, 0
         holds = state.holds | {Hold(HoldKind.ASLEEP, event.owner)}
@@ -59,6 +83,8 @@ class Power:
             return state, []
         self._waking -= 1
         awake = event.kv or state.residency is Residency.AWAKE
+        if event.kv:
+            self._slept.clear()
         asleep = {h for h in state.holds if h.kind is HoldKind.ASLEEP}
         holds = state.holds - asleep if event.kv else state.holds
         return replace(state, residency=Residency.AWAKE if awake else Residency.WEIGHTS, holds=holds), [Report()]

@@ -51,5 +51,20 @@ class WeightVersion:
 
 NO_TERM = Term(0)
 """Below every term: none was given or seen."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class DeviceTurn:
+    """A trainer's place among all takings and givings of devices: its lease's term, and which of its own this is.
+
+    Ordered: whatever reaches an engine after a later one is of no account any more.
+    """
+
+    term: Term
+    number: int
+
+
+NO_TURN = DeviceTurn(NO_TERM, 0)
+"""Below every turn."""
 FROZEN = WeightVersion(0, NO_TERM)
 """The version of a model that is served as it was loaded: no writer made it, and no number comes before it."""

@@ -1,6 +1,8 @@
-"""Channels to engines: one for each endpoint, made on first use, closed once no route names it and nobody uses it.
+"""Channels to engines: one for each endpoint, made on first use, closed once no route named it for a while and nobody
+uses it.
 
-A long run sees many lives of its engines, each on a port of its own; without this its channels would only grow.
+A long run sees many lives of its engines, each on a port of its own; without this its channels would only grow. But an
+engine has no route while it installs, and a crowd of requests comes when it has one again: they find their channel.
 """
 
 from __future__ import annotations
@@ -16,12 +18,23 @@ from controlplane.rpc.channels import open_channel
 from controlplane.rpc.security import PLAIN, TlsSettings
 from weightplane.v1 import rollout_pb2_grpc
 
+LINGER_SECONDS = 60.0
+"""Longer than an update takes, mostly."""
+
 
 class Connections:
     """Not thread-safe: one event loop owns it."""
 
-    def __init__(self, tls: TlsSettings = PLAIN, options: Sequence[tuple[str, int]] = ()) -> None:
+    def __init__(
+        self,
+        tls: TlsSettings = PLAIN,
+        options: Sequence[tuple[str, int]] = (),
+        linger_seconds: float = LINGER_SECONDS,
+    ) -> None:
         """`options`: of its channels, beside the common ones."""
+        self._linger_seconds = linger_seconds
+        self._last_wanted: dict[str, float] = {}
+        """By endpoint: when it had a route or a user last; of those that have neither."""
         self._tls = tls
         self._options = options
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -49,12 +62,12 @@ class Connections:
         return self._stubs[endpoint]
 
     def keep(self, endpoints: Collection[str]) -> None:
-        """From now on only these endpoints' channels stay open while unused."""
+        """From now on only these endpoints' channels stay open while unused for long."""
         self._wanted = frozenset(endpoints)
         self._close_unwanted()
 
     async def close(self) -> None:
-        self._wanted = frozenset()
+        self._wanted, self._linger_seconds = frozenset(), 0.0
         self._users.clear()
         self._close_unwanted()
         await asyncio.gather(*self._closing)
@@ -64,8 +77,13 @@ class Connections:
 
     def _close_unwanted(self) -> None:
         used = {endpoint for endpoint, count in self._users.items() if count > 0}
-        for endpoint in self._channels.keys() - self._wanted - used:
-            del self._users[endpoint]
+        unwanted = self._channels.keys() - self._wanted - used
+        loop = asyncio.get_running_loop()
+        self._last_wanted = {endpoint: self._last_wanted.get(endpoint, loop.time()) for endpoint in unwanted}
+        for endpoint in unwanted:
+            if loop.time() < self._last_wanted[endpoint] + self._linger_seconds:
+                continue
+            del self._users[endpoint], self._last_wanted[endpoint]
             self._stubs.pop(endpoint, None)
             task = asyncio.create_task(self._channels.pop(endpoint).close())
             self._closing.add(task)

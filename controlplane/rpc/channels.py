@@ -19,7 +19,9 @@ PING_TIMEOUT_SECONDS = 5
 MAX_MESSAGE_BYTES = 4 * 1024 * 1024
 """gRPC's own default, kept: a limit is a feature. Bulk bytes go in chunks of 1 MiB or by shared memory."""
 MAX_RECONNECT_BACKOFF_MS = 2_000
-CONNECT_OPTION = "grpc.min_reconnect_backoff_ms"
+CONNECT_SECONDS = 5
+"""As long as for the answer to a ping. Every call that waits for a connection fails with the attempt: half a second was
+too short on a busy machine, and a TLS handshake takes longer yet."""
 
 _BOTH = [
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
@@ -36,7 +38,8 @@ CHANNEL_OPTIONS = [
     *_BOTH,
     # The default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
-    (CONNECT_OPTION, 500),
+    # It ends an attempt to connect, whatever its name says.
+    ("grpc.min_reconnect_backoff_ms", CONNECT_SECONDS * 1000),
     ("grpc.max_reconnect_backoff_ms", MAX_RECONNECT_BACKOFF_MS),
     # A proxy of the environment must not carry in-cluster calls.
     ("grpc.enable_http_proxy", 0),
@@ -45,11 +48,6 @@ CHANNEL_OPTIONS = [
 ]
 HANDSHAKE_SECONDS = 10
 HANDSHAKE_OPTION = "grpc.server_handshake_timeout_ms"
-SECURED_CHANNEL_OPTIONS = [
-    *(option for option in CHANNEL_OPTIONS if option[0] != CONNECT_OPTION),
-    # It also ends an attempt to connect: a TLS handshake on a busy or a far host takes more than half a second.
-    (CONNECT_OPTION, 5_000),
-]
 SERVER_OPTIONS = [
     *_BOTH,
     # On by default, and then a second coordinator binds the same port without an error.
@@ -74,4 +72,4 @@ def open_channel(target: str, tls: TlsSettings = PLAIN, more: Sequence[tuple[str
     """
     if tls.ca is None and tls.token is None:
         return grpc.aio.insecure_channel(target, options=[*CHANNEL_OPTIONS, *more])
-    return SecuredChannel(target, tls, [*SECURED_CHANNEL_OPTIONS, *more])
+    return SecuredChannel(target, tls, [*CHANNEL_OPTIONS, *more])

@@ -40,6 +40,7 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.UnknownUpdate: _C.NOT_FOUND,
     e.IncompatibleNode: _C.FAILED_PRECONDITION,
     e.StaleTerm: _C.FAILED_PRECONDITION,
+    e.StaleTurn: _C.FAILED_PRECONDITION,
     e.LeaseHeld: _C.ABORTED,
     e.NotWelcomed: _C.UNAVAILABLE,
     e.CoordinatorRecovering: _C.UNAVAILABLE,

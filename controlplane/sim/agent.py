@@ -17,7 +17,16 @@ from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Po
 from controlplane.core.engine_state import Life as LifeWord
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.plan import HOST_MEMORY, EnginePlace
-from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, UpdateId, WeightVersion
+from controlplane.core.versions import (
+    NO_TURN,
+    DeviceTurn,
+    DeviceUuid,
+    EngineId,
+    Incarnation,
+    Term,
+    UpdateId,
+    WeightVersion,
+)
 from controlplane.sim.coverage import TRANSPORTS
 from controlplane.sim.disks import AgentDisk, Remembered
 from controlplane.sim.engine import INITIAL, ModelEngine, Staged
@@ -136,6 +145,10 @@ class Notes:
     """Who put it to sleep, and did not wake it."""
     unheard: set[str] = field(default_factory=set)
     """Those of them since the last wake was asked for."""
+    turn: DeviceTurn = NO_TURN
+    """The latest in which a trainer was heeded."""
+    taken: dict[str, DeviceTurn] = field(default_factory=dict)
+    """In which turn each trainer last put it to sleep."""
 
 
 class Life:

@@ -1,20 +1,21 @@
 """A trainer's way with the devices that it shares with engines: take (they sleep), train, give (they wake).
 
 It tells the coordinator that it holds them before the first engine sleeps, and that it does not after the last one
-woke. Calls are lost, doubled and late, so each is repeated until it was answered; and in every life, before every push
-and whenever no engine could take one, it wakes whatever sleeps in its name. What sleeps for a trainer that was fenced
-is a person's to wake (`people`).
+woke. Calls are lost, doubled and late, so each is repeated until it was answered, and says in which turn it is made;
+and in every life, before every push and whenever no engine could take one, it wakes whatever sleeps in its name. What
+sleeps for a trainer that has no lease is a person's to wake (`people`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.names import trainer_owner
-from controlplane.core.versions import Incarnation
+from controlplane.core.versions import DeviceTurn, Incarnation
 from controlplane.sim.calls import Call
 from controlplane.sim.kernel import Action
 
@@ -30,8 +31,8 @@ WEIGHTS_SECONDS = 3.0
 """Longest that engines may take to have their weights' memory; else the push goes to those which have it."""
 TAKE_SECONDS = 4.0
 """Longest that engines may take to fall asleep; else the trainer gives up."""
-NOT_OURS = (e.DevicesTaken, e.ModelFrozen, e.UnsupportedByEngine)
-"""Somebody else's to wake."""
+NOT_OURS = (e.DevicesTaken, e.ModelFrozen, e.UnsupportedByEngine, e.StaleTerm, e.StaleTurn)
+"""Somebody else's to wake, or its own later word's."""
 DEEP_SLEEP_CHANCE = 0.5
 TWO_STEPS_CHANCE = 0.3
 
@@ -46,6 +47,7 @@ class Devices:
         self._trainer = trainer
         self._world = trainer.world
         self._round = 0
+        self._turns = 0
         self._incarnations: dict[str, Incarnation] = {}
 
     # ---- take ----
@@ -58,7 +60,7 @@ class Devices:
         asked = self._round
         waiting = {agent.name for agent in self._trainer.team.shared}
         level = 2 if self._world.kernel.rng.random() < DEEP_SLEEP_CHANCE else 1
-        event = ee.SleepRequested(trainer_owner(self._trainer.name), level)
+        event = ee.SleepRequested(trainer_owner(self._trainer.name), level, self._next_turn())
 
         def asleep(agent: Agent) -> None:
             waiting.discard(agent.name)
@@ -92,8 +94,9 @@ class Devices:
                 self._round += 1
                 then()
 
+        turn = self._next_turn()
         for agent in self._trainer.team.shared:
-            self._wake(agent, asked, kv=False, then=awake)
+            self._wake(agent, asked, turn, kv=False, then=awake)
         self._trainer.after(WEIGHTS_SECONDS, lambda: self._go_on(asked, then))
 
     def _go_on(self, asked: int, then: Action) -> None:
@@ -121,16 +124,22 @@ class Devices:
                 self._trainer.tell()
                 then()
 
+        turn = self._next_turn()
         for agent in self._trainer.team.shared:
             self._world.faults.point(self._trainer, "trainer.before_wake")
+            whole = partial(self._wake, asked=asked, turn=turn, kv=True, then=awake)
             if self._world.kernel.rng.random() < TWO_STEPS_CHANCE:
-                self._wake(agent, asked, kv=False, then=lambda agent: self._wake(agent, asked, kv=True, then=awake))
+                self._wake(agent, asked, turn, kv=False, then=whole)
             else:
-                self._wake(agent, asked, kv=True, then=awake)
+                whole(agent)
 
-    def _wake(self, agent: Agent, asked: int, *, kv: bool, then: Done) -> None:
+    def _next_turn(self) -> DeviceTurn:
+        self._turns += 1
+        return DeviceTurn(self._trainer.term, self._turns)
+
+    def _wake(self, agent: Agent, asked: int, turn: DeviceTurn, *, kv: bool, then: Done) -> None:
         """An engine that died asleep is given no memory for weights: it starts anew when it is given all."""
-        event = ee.WakeRequested(trainer_owner(self._trainer.name), kv)
+        event = ee.WakeRequested(trainer_owner(self._trainer.name), kv, turn)
         others = NOT_OURS if kv else (*NOT_OURS, e.EngineNotReady)
         self._call(agent, asked, lambda life, told: life.work.wake(event, told), then, others)
 

@@ -2,7 +2,7 @@
 a life that is gone.
 
 They look at the fleet now and then, and at last end what still stands in their names. They also wake engines that
-sleep for a trainer that was fenced: its launcher never starts it again, and nobody but the owner ends that hold, so a
+sleep for a trainer that was fenced, or waits in vain for a lease: nobody but the owner ends that hold, so a
 person who knows that its processes are gone says its name.
 """
 
@@ -113,7 +113,7 @@ class People(Process):
         for engine_id in list(self.world.coordinator.ledger.kept.stays) if self.releases else ():
             self._release(engine_id)
         for team in self.world.teams.values():
-            there = {trainer_owner(t.name) for t in team.trainers}
+            there = {trainer_owner(t.name) for t in team.trainers if t.term or not t.up}
             for agent in team.agents.values():
                 if agent.up and not agent.paused:
                     self._end_what_stands(agent, there)

@@ -65,7 +65,6 @@ class Trainer(Process):
         self.publisher = Publisher(self)
         self.broken = {}
         self._connect()
-        self.devices.give(lambda: None)  # also where another has the lease by now
 
     @property
     def incarnation(self) -> Incarnation:
@@ -136,6 +135,7 @@ class Trainer(Process):
         self.takeover, self._ended = False, ""
         self._beat(session)
         if first:
+            self.devices.give(lambda: None)  # what an earlier life took
             self.after(self.world.settings.push_every, self._push)
 
     def _beat(self, session: Session) -> None:

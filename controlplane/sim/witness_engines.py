@@ -8,7 +8,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core.engine_state import EngineState, Held, HoldKind, Poisoned, Residency
 from controlplane.core.engine_transitions import moves
 from controlplane.core.names import TRAINERS
-from controlplane.core.versions import FROZEN, WeightVersion
+from controlplane.core.versions import FROZEN, NO_TURN, WeightVersion
 from controlplane.sim.settings import digest_of
 from controlplane.sim.witness_base import Truth
 
@@ -98,6 +98,8 @@ class EngineWitness(Truth):
     def _check_sleep(self, life: Life, event: ee.Event, before: EngineState, effects: list[ee.Effect]) -> None:
         """What is claimed of memory is there; and only who put an engine to sleep wakes it."""
         notes, after = life.notes, life.core.state
+        if isinstance(event, (ee.SleepRequested, ee.WakeRequested)):
+            self._check_turn(life, event)
         if isinstance(event, ee.SleepRequested):
             notes.sleepers.add(event.owner)
             notes.unheard.add(event.owner)
@@ -113,6 +115,20 @@ class EngineWitness(Truth):
             if after.residency is Residency.AWAKE:
                 notes.sleepers.clear()
         self.check_memory(life, at_rest=False)
+
+    def _check_turn(self, life: Life, event: ee.SleepRequested | ee.WakeRequested) -> None:
+        """INV-7: whose word moves an engine's memory has the lease, as far as the agent knows, and did not go past that
+        word itself; but what it took it may give back, fenced or not, unless it took it again."""
+        turn, notes = event.turn, life.notes
+        if turn is None:
+            return
+        slept = isinstance(event, ee.SleepRequested)
+        latest = notes.turn if slept else notes.taken.get(event.owner, NO_TURN)
+        self.check(turn >= latest, "INV-7", f"{event} moves {life}, which heard {latest}")
+        self.check(not slept or turn.term >= life.core.term, "INV-7", f"{event} is heeded under term {life.core.term}")
+        notes.turn = max(notes.turn, turn)
+        if slept:
+            notes.taken[event.owner] = turn
 
     def check_memory(self, life: Life, *, at_rest: bool) -> None:
         """What it says of memory is there; and while nothing is under way on it, no more than that."""

@@ -239,6 +239,7 @@ class EngineWork:
 
     def wake(self, event: ee.WakeRequested, told: Action) -> None:
         """Take the devices again; `told` when that is done. Raises the core's refusals."""
+        self._life.core.heed(event)
         if event.kv:
             self._life.devices_given(event.owner)
         starts = any(isinstance(x, ee.StartWake) for x in self._life.apply(event))

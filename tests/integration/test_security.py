@@ -159,6 +159,14 @@ async def test_a_trainer_takes_and_gives_back_devices_in_its_own_name(tmp_path: 
                 with pytest.raises(grpc.aio.AioRpcError) as refused:
                     await asked
                 assert isinstance(from_rpc_error(refused.value), e.IdentityMismatch)
-            await stub.Sleep(sleep(**life, owner="trainer:two", level=1), timeout=SECONDS)
+            for asked in (
+                stub.WakeUp(wake(**life, owner="trainer:two"), timeout=SECONDS),
+                stub.Sleep(sleep(**life, owner="trainer:two", level=1), timeout=SECONDS),
+            ):
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await asked
+                assert isinstance(from_rpc_error(refused.value), e.InvalidRequest), "it says in which of its turns"
+            turn = lifecycle_pb2.DeviceTurn(term=1, number=1)
+            await stub.Sleep(sleep(**life, owner="trainer:two", level=1, turn=turn), timeout=SECONDS)
     finally:
         await fleet.close()

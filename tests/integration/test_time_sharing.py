@@ -9,17 +9,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 
 from controlplane.core.canary import Canary
 from controlplane.core.errors import CanaryFailed, DeadlineExceeded, UnsupportedByEngine
+from controlplane.core.names import trainer_owner
 from controlplane.devices import cpu_device_uuid
+from controlplane.rpc.errors import from_rpc_error
 from tests.support.device_memory import AccountingEngine, DeviceMemory
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet
+from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.thread_rank import Source, ThreadRank
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, start_engine, toy_trainer
-from weightplane.v1 import engine_pb2
+from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -200,6 +203,41 @@ async def test_a_trainer_that_dies_with_devices_leaves_them_to_its_next_life(
         await asyncio.to_thread(again.rank.give_devices)
         await eventually(lambda: _serves(fleet, 2))
         await again.close()
+
+
+async def test_inv7_a_late_sleep_of_a_trainers_dead_life_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was on its way when its ranks died, and arrives after their next life gave the devices back."""
+    async with shared(tmp_path, monkeypatch) as (fleet, trainer, _):
+        rank = await joined(trainer)
+        await rank.push(0)
+        await asyncio.to_thread(rank.rank.take_devices)
+        rank.die()
+        await asyncio.wait_for(trainer.agent.ended.wait(), 10)
+        again = await joined(trainer)
+        await asyncio.to_thread(again.rank.give_devices)
+        await eventually(lambda: _serves(fleet, 1))
+        assert await _asks_to_sleep(fleet, lifecycle_pb2.DeviceTurn(term=1, number=1)) == "STALE_TERM"
+        term = (await fleet.view()).trainers[0].term
+        first = lifecycle_pb2.DeviceTurn(term=term, number=1)
+        assert term > 1
+        await asyncio.to_thread(again.rank.give_devices)  # it is awake, and hears all the same that this is turn 2
+        assert await _asks_to_sleep(fleet, first) == "STALE_TURN"
+        assert await _asks_to_sleep(fleet, None) == "INVALID_REQUEST", "a trainer says in which of its turns it asks"
+        assert (await fleet.status("e0")).word == "serving"
+        await again.close()
+
+
+async def _asks_to_sleep(fleet: LocalFleet, turn: lifecycle_pb2.DeviceTurn | None) -> str:
+    """In its trainer's name; the reason of the refusal."""
+    view = await fleet.engine("e0")
+    owner = trainer_owner((await fleet.view()).trainers[0].trainer_id)
+    stub: Any = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
+    life: dict[str, Any] = {"run_id": RUN, "engine": view.status.engine}
+    with pytest.raises(grpc.aio.AioRpcError) as refused:
+        await stub.Sleep(lifecycle_pb2.SleepRequest(**life, owner=owner, level=1, turn=turn), timeout=10)
+    return from_rpc_error(refused.value).reason
 
 
 async def test_a_trainer_that_leaves_gives_its_devices_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

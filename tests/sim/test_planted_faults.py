@@ -189,6 +189,11 @@ class IsAwakeThoughASleepFollowed(EngineCore):
         return super().handle(event, now)
 
 
+class HeedsDeadLives(EngineCore):
+    def heed(self, event: ee.SleepRequested | ee.WakeRequested) -> None:
+        pass
+
+
 class SleepsNoMore(EngineCore):
     """The devices stay taken, whatever it says."""
 
@@ -379,6 +384,7 @@ class AcceptsALedgerBelowWhatAgentsSaw(FleetCore):
 
 IN_SCENARIOS: list[tuple[str, type[EngineCore] | type[FleetCore], str]] = [
     ("a_wake_a_sleep_and_a_wake_in_one_moment", IsAwakeThoughASleepFollowed, "sleep"),
+    ("a_late_sleep_of_a_trainers_dead_life_moves_no_engine", HeedsDeadLives, "INV-7"),
     ("every_wrong_call_is_refused", KeepsAnyCheckpoint, "INV-6"),
     ("a_checkpoint_heals_a_fleet_whose_trainer_is_gone", NeverCarries, "liveness"),
     ("the_ledger_is_restored_from_an_older_copy_while_agents_restart_too", AcceptsALedgerBelowWhatAgentsSaw, "INV-7"),

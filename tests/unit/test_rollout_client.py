@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from functools import partial
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
@@ -30,6 +31,7 @@ from tests.support.fake_fleet import (
     tokens,
     version,
 )
+from tests.support.slow_link import carry
 
 PROMPT = [1, 2, 3]
 SAMPLING = SamplingSettings(max_tokens=8)
@@ -414,13 +416,61 @@ async def test_the_coordinator_of_another_run_is_refused(world: World) -> None:
         await world.generate()
 
 
-async def test_channels_of_engines_without_a_route_are_closed(world: World) -> None:
+async def test_channels_of_engines_that_had_no_route_for_a_while_are_closed(world: World) -> None:
     await world.start()
+    world.client._connections._linger_seconds = 0.0
     for life in range(5):
         world.fleet.publish(await world.engine(f"engine-{life}", GOOD))
         await eventually(partial(_is_only_route, world, f"engine-{life}"))
         await world.generate()
     assert len(world.client._connections.open_endpoints()) == 1
+
+
+async def test_an_engine_that_has_its_route_again_after_an_install_has_its_channel_still(world: World) -> None:
+    """Else a whole batch meets a connection that is yet to be made, when the machine is busiest."""
+    await world.start()
+    engine = await world.engine("a", GOOD)
+    world.fleet.publish(engine)
+    await world.generate()
+    (endpoint,) = world.client._connections.open_endpoints()
+    with world.client._connections.use(endpoint) as before:
+        pass
+    world.fleet.publish()
+    await eventually(lambda: world.client.routes is not None and not world.client.routes.routes)
+    world.fleet.publish(engine)
+    await world.generate()
+    with world.client._connections.use(endpoint) as after:
+        assert after is before
+
+
+async def test_a_batch_waits_for_an_engine_that_is_slow_to_answer_a_connection(world: World) -> None:
+    """All of it met a lost peer at once when the attempt was given up after half a second."""
+    await world.start()
+    engine = await world.engine("a", GOOD)
+    async with late_to_connect(engine.endpoint, 1.5) as late:
+        engine.endpoint = late
+        world.fleet.publish(engine)
+        with capture_logs() as logs:
+            samples = await asyncio.gather(*(world.generate() for _ in range(32)))
+    assert len(samples) == 32
+    assert not [line for line in logs if line["event"] == "engine_declined"]
+
+
+@asynccontextmanager
+async def late_to_connect(endpoint: str, seconds: float) -> AsyncIterator[str]:
+    """An address before `endpoint` whose connections get their first byte so late."""
+    host, _, port = endpoint.rpartition(":")
+
+    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await asyncio.sleep(seconds)
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(carry(reader, far_writer, 0.0, 0.0), carry(far_reader, writer, 0.0, 0.0))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
 
 
 def _is_only_route(world: World, engine_id: str) -> bool:

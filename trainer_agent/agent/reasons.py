@@ -53,6 +53,7 @@ PASSING = frozenset(
         "ENGINE_DRAINING",
         "ENGINE_DIED",
         "DEVICES_TAKEN",
+        "STALE_TURN",
         "NO_ENGINES",
         "NOT_ENOUGH_ENGINES",
         # It is whole, and has a higher number.

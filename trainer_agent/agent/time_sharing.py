@@ -2,7 +2,9 @@
 
 Promises: the coordinator knows that this trainer holds devices before the first engine sleeps, and until the last one
 woke; whatever is lost on the way is asked again until the caller's limit, since each call is idempotent. Who sleeps
-for this trainer is asked of the fleet, never remembered: so the next life finds out what the last one took.
+for this trainer is asked of the fleet, never remembered: so the next life finds out what the last one took. Each call
+says in which turn it is made, and what was left behind in an earlier turn or life moves no engine any more (INV-7):
+so whoever gives tells every engine on its devices, also those that are awake.
 """
 
 from __future__ import annotations
@@ -20,6 +22,8 @@ from controlplane.core.errors import (
     DevicesTaken,
     EngineNotReady,
     ModelFrozen,
+    StaleTerm,
+    StaleTurn,
     UnsupportedByEngine,
     WeightplaneError,
 )
@@ -34,10 +38,11 @@ log = structlog.get_logger(__name__)
 RETRY_SECONDS = 0.2
 LOOK_SECONDS = 5.0
 """Longest single question to the coordinator."""
-_REFUSED = (ModelFrozen, UnsupportedByEngine)
+_REFUSED = (ModelFrozen, UnsupportedByEngine, StaleTerm)
 """What no repetition changes."""
-_NOT_OURS = (DevicesTaken, EngineNotReady)
-"""Of a wake: somebody else still has the engine asleep, or it died asleep and a fresh one starts by this very word."""
+_NOT_OURS = (DevicesTaken, EngineNotReady, StaleTurn)
+"""Of a wake: somebody else still has the engine asleep, or it died asleep and a fresh one starts by this very word, or
+its ranks took it again meanwhile."""
 
 Ask = Callable[[operator_pb2.EngineView, float], Awaitable[object]]
 
@@ -52,6 +57,8 @@ class TimeSharing:
         self._trainer_id = trainer_id
         self._owner = trainer_owner(trainer_id)
         self._changed = changed
+        self._turn = 0
+        """Takings and givings so far, under this life's term."""
 
     async def take(self, level: int, seconds: float) -> None:
         """Put every engine on the ranks' devices to sleep; returns when the devices are free.
@@ -63,7 +70,7 @@ class TimeSharing:
         await self._until("take_devices", LOOK_SECONDS, self._can_sleep)
         self._hold(True)
         await self._until("take_devices", seconds, self._known_to_hold)
-        ask = partial(self._sleep, level=level)
+        ask = partial(self._sleep, turn=self._next_turn(), level=level)
         await self._until("take_devices", seconds, lambda: self._all(ask, self._shared))
         log.info("devices_taken", level=level)
 
@@ -74,8 +81,8 @@ class TimeSharing:
         Raises DeadlineExceeded.
         """
         poisoned: dict[str, str] = {}
-        wake = partial(self._wake, kv=True, poisoned=poisoned)
-        await self._until("give_devices", seconds, lambda: self._all(wake, self._sleepers))
+        wake = partial(self._wake, turn=self._next_turn(), kv=True, poisoned=poisoned)
+        await self._until("give_devices", seconds, lambda: self._all(wake, self._to_wake))
         self._hold(False)
         log.info("devices_given")
         return poisoned
@@ -83,7 +90,7 @@ class TimeSharing:
     async def wake_weights(self, seconds: float) -> None:
         """The weights' memory of what sleeps for this trainer: an install needs no more. Raises DeadlineExceeded."""
         if self._ranks.holds_devices:
-            wake = partial(self._wake, kv=False, poisoned={})
+            wake = partial(self._wake, turn=self._next_turn(), kv=False, poisoned={})
             await self._until("push", seconds, lambda: self._all(wake, self._sleepers))
 
     async def find_out(self, seconds: float) -> None:
@@ -94,6 +101,10 @@ class TimeSharing:
             return []
 
         await self._until("join", seconds, look)
+
+    def _next_turn(self) -> lifecycle_pb2.DeviceTurn:
+        self._turn += 1
+        return lifecycle_pb2.DeviceTurn(term=self._ranks.term, number=self._turn)
 
     # ---- who ----
 
@@ -116,6 +127,12 @@ class TimeSharing:
         asleep = engine_pb2.HOLD_KIND_ASLEEP
         mine = (asleep, self._owner)
         return [v for v in self._of_model(fleet) if mine in {(h.kind, h.owner) for h in v.status.holds}]
+
+    def _to_wake(self, fleet: operator_pb2.FleetView) -> list[operator_pb2.EngineView]:
+        """Also what shares the devices and says that it is awake: a sleep may still be on its way there."""
+        able = [v for v in self._shared(fleet) if v.known and SLEEP in v.capabilities]
+        sleepers = self._sleepers(fleet)
+        return sleepers + [v for v in able if v not in sleepers]
 
     def _of_model(self, fleet: operator_pb2.FleetView) -> list[operator_pb2.EngineView]:
         return [v for v in fleet.engines if v.status.model == self._ranks.model]
@@ -175,18 +192,28 @@ class TimeSharing:
                 raise error
         return errors
 
-    async def _sleep(self, view: operator_pb2.EngineView, seconds: float, *, level: int) -> None:
+    async def _sleep(
+        self, view: operator_pb2.EngineView, seconds: float, *, turn: lifecycle_pb2.DeviceTurn, level: int
+    ) -> None:
         request = lifecycle_pb2.SleepRequest(
-            run_id=self._context.run_id, engine=view.status.engine, owner=self._owner, level=level
+            run_id=self._context.run_id, engine=view.status.engine, owner=self._owner, level=level, turn=turn
         )
         await self._context.stubs.lifecycle(view.endpoint).Sleep(request, timeout=seconds)
 
-    async def _wake(self, view: operator_pb2.EngineView, seconds: float, *, kv: bool, poisoned: dict[str, str]) -> None:
+    async def _wake(
+        self,
+        view: operator_pb2.EngineView,
+        seconds: float,
+        *,
+        turn: lifecycle_pb2.DeviceTurn,
+        kv: bool,
+        poisoned: dict[str, str],
+    ) -> None:
         """`poisoned` gets its name, if it is."""
         if not kv and view.status.life != engine_pb2.ENGINE_LIFE_RUNNING:
             return  # it died asleep: no weights go there before its devices are given
         request = lifecycle_pb2.WakeUpRequest(
-            run_id=self._context.run_id, engine=view.status.engine, owner=self._owner, kv_cache=kv
+            run_id=self._context.run_id, engine=view.status.engine, owner=self._owner, kv_cache=kv, turn=turn
         )
         try:
             response = await self._context.stubs.lifecycle(view.endpoint).WakeUp(request, timeout=seconds)

@@ -6,7 +6,8 @@
     │   │                  DtypeMismatch, FormatMismatch
     │   ├── identity       WrongRun, WrongModel, WrongIncarnation, UnknownEngine, UnknownUpdate, IncompatibleNode
     │   ├── access         Unauthenticated, PermissionDenied, IdentityMismatch
-    │   ├── fencing        StaleTerm, LeaseHeld, NotWelcomed, CoordinatorRecovering, LedgerRegressed, DevicesTaken
+    │   ├── fencing        StaleTerm, StaleTurn, LeaseHeld, NotWelcomed, CoordinatorRecovering, LedgerRegressed,
+    │   │                  DevicesTaken
     │   ├── version        StaleVersion, VersionConflict, BaseMismatch, UpdateInProgress, UpdateAborted, NoEngines,
     │   │                  NotEnoughEngines, VersionUnavailable, ModelFrozen, RequestRepeated, RequestConflict
     │   ├── frames         FrameInvalid, FrameOutOfOrder, LimitExceeded
@@ -51,6 +52,7 @@ from controlplane.core.errors.fencing import (
     LedgerRegressed,
     NotWelcomed,
     StaleTerm,
+    StaleTurn,
 )
 from controlplane.core.errors.identity import (
     IncompatibleNode,
@@ -165,6 +167,7 @@ __all__ = [
     "SlotMismatch",
     "SpanMismatch",
     "StaleTerm",
+    "StaleTurn",
     "StaleVersion",
     "TlsFailed",
     "Unauthenticated",

@@ -19,6 +19,18 @@ class StaleTerm(Refused):
 
 
 @dataclass(eq=False)
+class StaleTurn(Refused):
+    """A sleep or a wake that came too late: the same trainer went on to take or to give since. Nobody waits for it."""
+
+    reason = "STALE_TURN"
+    template = "turn {got} of {owner} with the devices of {engine_id} is over: turn {current} came after it"
+    engine_id: str
+    owner: str
+    got: int
+    current: int
+
+
+@dataclass(eq=False)
 class LeaseHeld(Refused):
     reason = "LEASE_HELD"
     template = (

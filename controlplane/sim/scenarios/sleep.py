@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.engine_state import HoldKind, Poisoned, Residency, Stage, WeightsKind
+from controlplane.core.names import trainer_owner
 from controlplane.core.update_transaction import Phase
+from controlplane.core.versions import DeviceTurn
 from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (
     checkpoint,
@@ -245,6 +247,33 @@ def a_trainer_dies_before_it_wakes_its_engines(world: World) -> None:
         world.run_until(lambda: not mine.up, 20.0, "it dies", look_seconds=0.0)
         world.run_until(lambda: mine.up, 10.0, "it is back", look_seconds=0.0)
     expect(world, mine.lives > lives, f"{mine.lives} lives")
+    world.settle()
+
+
+@scenario(lends=True)
+def a_late_sleep_of_a_trainers_dead_life_moves_no_engine(world: World) -> None:
+    """Nor does one that the same life went past; nor a late wake, which would bring an engine onto devices that the
+    next life has taken (INV-7)."""
+    serve(world)
+    rest(world)
+    _lend_all(world)
+    mine, agent = trainer(world), team(world).shared[0]
+    owner, before = trainer_owner(mine.name), mine.term
+    mine.crash()
+    world.run_until(lambda: mine.term > before and not mine.devices.busy, 20.0, "its next life gives them back")
+    world.run_until(lambda: agent.present.open, 10.0, "its engines serve")
+    one = agent.present
+    late = DeviceTurn(before, 99)
+    refuses(world, e.StaleTerm, lambda: one.work.sleep(ee.SleepRequested(owner, 1, late), nothing))
+    _lend_all(world)
+    refuses(world, e.StaleTerm, lambda: one.work.wake(ee.WakeRequested(owner, True, late), nothing))
+    past = DeviceTurn(mine.term, 1)
+    refuses(world, e.StaleTurn, lambda: one.work.wake(ee.WakeRequested(owner, True, past), nothing))
+    expect(world, _sleeping(world) == len(team(world).shared), "the devices are the trainer's")
+    mine.devices.give(nothing)
+    world.run_until(lambda: one.open, 10.0, "its engines serve")
+    refuses(world, e.StaleTurn, lambda: one.work.sleep(ee.SleepRequested(owner, 2, past), nothing))
+    go_on(world)
     world.settle()
 
 

@@ -515,6 +515,32 @@ class WatchStatusResponse(_message.Message):
 Global___WatchStatusResponse: _TypeAlias = WatchStatusResponse  # noqa: Y015
 
 @_typing.final
+class DeviceTurn(_message.Message):
+    """When a trainer asks for devices, or gives them: an engine heeds nothing that comes after a later one (INV-7)."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TERM_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    term: _builtins.int
+    """Of the lease under which it asks."""
+    number: _builtins.int
+    """Which of its takings and givings under that term it is; only grows. All that is asked in one has the same."""
+    def __init__(
+        self,
+        *,
+        term: _builtins.int = ...,
+        number: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceTurn: _TypeAlias = DeviceTurn  # noqa: Y015
+
+@_typing.final
 class SleepRequest(_message.Message):
     """Asks for the devices."""
 
@@ -524,6 +550,7 @@ class SleepRequest(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     owner: _builtins.str
@@ -534,6 +561,10 @@ class SleepRequest(_message.Message):
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
 
+    @_builtins.property
+    def turn(self) -> Global___DeviceTurn:
+        """Set by a trainer. Absent: a person asks."""
+
     def __init__(
         self,
         *,
@@ -541,10 +572,11 @@ class SleepRequest(_message.Message):
         engine: _version_pb2.EngineRef | None = ...,
         owner: _builtins.str = ...,
         level: _builtins.int = ...,
+        turn: Global___DeviceTurn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "level", b"level", "owner", b"owner", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "level", b"level", "owner", b"owner", "run_id", b"run_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -584,6 +616,7 @@ class WakeUpRequest(_message.Message):
     ENGINE_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     KV_CACHE_FIELD_NUMBER: _builtins.int
+    TURN_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     owner: _builtins.str
@@ -594,6 +627,10 @@ class WakeUpRequest(_message.Message):
     def engine(self) -> _version_pb2.EngineRef:
         """The engine, in this life."""
 
+    @_builtins.property
+    def turn(self) -> Global___DeviceTurn:
+        """Set by a trainer. Absent: a person asks, perhaps in the name of a trainer that is gone."""
+
     def __init__(
         self,
         *,
@@ -601,10 +638,11 @@ class WakeUpRequest(_message.Message):
         engine: _version_pb2.EngineRef | None = ...,
         owner: _builtins.str = ...,
         kv_cache: _builtins.bool = ...,
+        turn: Global___DeviceTurn | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "turn", b"turn"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "kv_cache", b"kv_cache", "owner", b"owner", "run_id", b"run_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "kv_cache", b"kv_cache", "owner", b"owner", "run_id", b"run_id", "turn", b"turn"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

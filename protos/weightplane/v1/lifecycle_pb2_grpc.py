@@ -121,7 +121,8 @@ class LifecycleServicer:
 
         Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
         Idempotent. Returns when the devices are free.
-        Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+        Errors: STALE_TERM, STALE_TURN (FAILED_PRECONDITION: the trainer's next life, or itself, went past it; do not retry),
+        INVALID_REQUEST (a trainer's without its turn); UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
         is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -133,7 +134,8 @@ class LifecycleServicer:
 
         Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
         meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
-        Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+        Errors: STALE_TERM, STALE_TURN (as Sleep: its owner put it to sleep again since), INVALID_REQUEST;
+        DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

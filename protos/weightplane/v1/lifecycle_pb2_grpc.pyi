@@ -49,7 +49,8 @@ class LifecycleStub:
 
     Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
     Idempotent. Returns when the devices are free.
-    Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+    Errors: STALE_TERM, STALE_TURN (FAILED_PRECONDITION: the trainer's next life, or itself, went past it; do not retry),
+    INVALID_REQUEST (a trainer's without its turn); UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
     is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
     """
     WakeUp: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.WakeUpRequest, _lifecycle_pb2.WakeUpResponse]
@@ -57,7 +58,8 @@ class LifecycleStub:
 
     Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
     meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
-    Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+    Errors: STALE_TERM, STALE_TURN (as Sleep: its owner put it to sleep again since), INVALID_REQUEST;
+    DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
     """
     Drain: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]
     """Take nothing new: no updates (ENGINE_DRAINING), no requests; those in the engine go on to their end. An update
@@ -139,7 +141,8 @@ class LifecycleAsyncStub(LifecycleStub):
 
     Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
     Idempotent. Returns when the devices are free.
-    Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+    Errors: STALE_TERM, STALE_TURN (FAILED_PRECONDITION: the trainer's next life, or itself, went past it; do not retry),
+    INVALID_REQUEST (a trainer's without its turn); UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
     is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
     """
     WakeUp: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.WakeUpRequest, _lifecycle_pb2.WakeUpResponse]  # type: ignore[assignment]
@@ -147,7 +150,8 @@ class LifecycleAsyncStub(LifecycleStub):
 
     Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
     meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
-    Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+    Errors: STALE_TERM, STALE_TURN (as Sleep: its owner put it to sleep again since), INVALID_REQUEST;
+    DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
     """
     Drain: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.DrainRequest, _lifecycle_pb2.DrainResponse]  # type: ignore[assignment]
     """Take nothing new: no updates (ENGINE_DRAINING), no requests; those in the engine go on to their end. An update
@@ -238,7 +242,8 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
 
         Effects: adds the hold (ASLEEP, owner); an update that did not commit yet ends. Only the owner's WakeUp ends it.
         Idempotent. Returns when the devices are free.
-        Errors: UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
+        Errors: STALE_TERM, STALE_TURN (FAILED_PRECONDITION: the trainer's next life, or itself, went past it; do not retry),
+        INVALID_REQUEST (a trainer's without its turn); UNSUPPORTED_BY_ENGINE (UNIMPLEMENTED: see the capability `sleep`), UPDATE_IN_PROGRESS (ABORTED: an install
         is never cut), MODEL_FROZEN (level 2), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
         """
 
@@ -252,7 +257,8 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
 
         Effects: ends the hold (ASLEEP, owner) once both are resident; then the canary of a version that was installed
         meanwhile speaks, which ends the hold UNPROVEN or poisons. Idempotent. Returns when all that is done.
-        Errors: DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
+        Errors: STALE_TERM, STALE_TURN (as Sleep: its owner put it to sleep again since), INVALID_REQUEST;
+        DEVICES_TAKEN (somebody else put it to sleep), ENGINE_NOT_READY, WRONG_RUN, WRONG_INCARNATION.
         """
 
     @_abc_1.abstractmethod
