@@ -60,10 +60,10 @@ class Install:
     async def run(self) -> None:
         """Raises InstallFailed, InstallTimedOut, CanaryFailed, EngineDied, and what kept it from standing still."""
         self.phases = Phases()  # from the moment that the life's lock is its
-        failure: WeightplaneError | None = None
+        failure: BaseException | None = None
         try:
             await self._run()
-        except WeightplaneError as error:
+        except BaseException as error:  # also one that nobody planned for, or the life's end, is how it ended
             failure = error
             raise
         finally:

@@ -52,7 +52,7 @@ def trace_receive(
     )
 
 
-def trace_install(state: EngineState, update: Update, phases: Phases, error: WeightplaneError | None) -> None:
+def trace_install(state: EngineState, update: Update, phases: Phases, error: BaseException | None) -> None:
     """One install, and its phases; the last of them is the one that failed."""
     if not tracing.enabled():
         return
@@ -62,13 +62,20 @@ def trace_install(state: EngineState, update: Update, phases: Phases, error: Wei
     attributes["weightplane.term"] = update.writer_term
     attributes["weightplane.bytes"] = update.byte_count
     attributes["weightplane.apply"] = "streaming" if update.streaming else "staged"
-    reason, cause = ("", "") if error is None else (error.reason, str(error))
+    reason, cause = _told(error)
     start, end = tracing.unix_ns(phases.began), time.time_ns()
     tracing.emit(SpanRecord("install", ref, parent, start, end, attributes, error=reason, error_message=cause))
     for phase in phases.done:
         failed = reason if phase is phases.done[-1] else ""
         start, end = tracing.unix_ns(phase.start), tracing.unix_ns(phase.end)
         tracing.emit(SpanRecord(phase.name, tracing.child(ref), ref, start, end, error=failed))
+
+
+def _told(error: BaseException | None) -> tuple[str, str]:
+    """Reason and cause. What an exception that is none of ours says may hold anything: the log has it."""
+    if isinstance(error, WeightplaneError):
+        return error.reason, str(error)
+    return ("", "") if error is None else (type(error).__name__, "")
 
 
 def trace_part(trace: CallTrace, part: Part) -> None:
@@ -79,9 +86,8 @@ def trace_part(trace: CallTrace, part: Part) -> None:
     reason = part.delta.finish_reason
     if reason is not None:
         spans = [f"{s.version}:{s.start}-{s.end}" for s in part.spans]
-        trace.finished(
-            reason, part.delta.stop_reason if reason == "abort" else "", spans, part.delta.cached_prompt_tokens
-        )
+        why = part.delta.stop_reason if reason == "abort" else ""
+        trace.finished(reason, why, spans, part.delta.cached_prompt_tokens)
 
 
 def _sent(state: EngineState, update_id: str) -> SpanRef:
