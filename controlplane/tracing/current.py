@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from controlplane.core.traces import SPAN_BYTES, TRACE_BYTES, SpanRecord, SpanRef, update_trace
@@ -31,6 +31,8 @@ class Tracer(Protocol):
 @dataclass
 class _Process:
     tracer: Tracer | None = None
+    others: list[Tracer] = field(default_factory=list)
+    """In use too, behind that one: several daemons may live in one process."""
 
 
 _PROCESS = _Process()
@@ -38,12 +40,17 @@ _PROCESS = _Process()
 
 @contextmanager
 def use(tracer: Tracer) -> Iterator[None]:
-    """It is this process' while the block runs; the one before afterwards."""
-    before, _PROCESS.tracer = _PROCESS.tracer, tracer
+    """It is this process' while the block runs, or until another one is used; afterwards one whose block still runs."""
+    if _PROCESS.tracer is not None:
+        _PROCESS.others.append(_PROCESS.tracer)
+    _PROCESS.tracer = tracer
     try:
         yield
     finally:
-        _PROCESS.tracer = before
+        if _PROCESS.tracer is tracer:
+            _PROCESS.tracer = _PROCESS.others.pop() if _PROCESS.others else None
+        else:
+            _PROCESS.others.remove(tracer)
 
 
 def enabled() -> bool:

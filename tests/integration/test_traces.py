@@ -50,8 +50,11 @@ class Processes:
         points.mkdir()
         environment = {
             **os.environ,
-            **{"OTEL_EXPORTER_OTLP_ENDPOINT": self.collector, "OTEL_BSP_SCHEDULE_DELAY": "200"},
-            **{"PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", "OMP_NUM_THREADS": "1", DIRECTORY_VARIABLE: str(points)},
+            "OTEL_EXPORTER_OTLP_ENDPOINT": self.collector,
+            "OTEL_BSP_SCHEDULE_DELAY": "200",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}",
+            "OMP_NUM_THREADS": "1",
+            DIRECTORY_VARIABLE: str(points),
         }
         with (self.directory / f"{name}.log").open("wb") as log:
             self.running[name] = await asyncio.create_subprocess_exec(
@@ -83,7 +86,9 @@ class Processes:
     async def view(self) -> operator_pb2.FleetView:
         async with open_channel(self.address) as channel:
             stub: Any = operator_pb2_grpc.OperatorStub(channel)
-            return (await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=30, wait_for_ready=True)).fleet
+            answer = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=30, wait_for_ready=True)
+            assert isinstance(answer.fleet, operator_pb2.FleetView)
+            return answer.fleet
 
     async def end(self) -> None:
         for name in ("trainer", "e1", "e0", "coordinator"):

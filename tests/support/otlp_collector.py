@@ -1,4 +1,4 @@
-"""A collector of spans that speaks OTLP over gRPC, by OpenTelemetry's own service definition; and a tracer in memory."""
+"""A collector of spans that speaks OTLP over gRPC, by OpenTelemetry's own service; and a tracer in memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Received:
     status: str
 
 
-class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[misc]
+class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     """Keeps all of them."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):  # type: ignore[mi
 async def collector() -> AsyncIterator[tuple[Collector, str]]:
     """A running one, and its endpoint."""
     servicer, server = Collector(), grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
