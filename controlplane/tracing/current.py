@@ -89,7 +89,7 @@ def _not_zero(size: int) -> int:
 
 def log_fields(run_id: str, update_id: str) -> dict[str, str]:
     """What every line of a log that is about an update has: `update_id`, and the trace's id while there is a tracer."""
-    if not enabled():
+    if not enabled() or not update_id:
         return {"update_id": update_id}
     return {"update_id": update_id, "trace_id": f"{update_trace(run_id, update_id):032x}"}
 

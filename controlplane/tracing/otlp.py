@@ -13,8 +13,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -62,14 +62,14 @@ async def sending_spans(
         log.warning("tracing_unavailable", cause=HOW_TO_GET_IT)  # the variables may be meant for another program
         yield
         return
-    with _log_of_the_libraries():
-        tracer = OtlpTracer(_exporter(settings), {"component": component, "instance": instance, "run_id": run_id})
-        log.info("tracing_began", component=component)
-        try:
-            with use(tracer):
-                yield
-        finally:
-            await asyncio.to_thread(tracer.close, settings.flush_seconds)
+    _hear_the_libraries()
+    tracer = OtlpTracer(_exporter(settings), {"component": component, "instance": instance, "run_id": run_id})
+    log.info("tracing_began", component=component)
+    try:
+        with use(tracer):
+            yield
+    finally:
+        await asyncio.to_thread(tracer.close, settings.flush_seconds)
 
 
 def _exporter(settings: TracingSettings) -> SpanExporter:
@@ -216,16 +216,12 @@ class _ToOurLog(logging.Handler):
             log.warning("tracing_failed", cause=record.getMessage())
 
 
-@contextmanager
-def _log_of_the_libraries() -> Iterator[None]:
-    handler, loggers = _ToOurLog(), [logging.getLogger(name) for name in LIBRARIES]
-    before = [logger.propagate for logger in loggers]
-    for logger in loggers:
-        logger.addHandler(handler)
-        logger.propagate = False
-    try:
-        yield
-    finally:
-        for logger, propagate in zip(loggers, before, strict=True):
-            logger.removeHandler(handler)
-            logger.propagate = propagate
+_TO_OUR_LOG = _ToOurLog()
+
+
+def _hear_the_libraries() -> None:
+    """From here on, also of a thread of theirs that outlives our last span."""
+    for name in LIBRARIES:
+        library = logging.getLogger(name)
+        library.addHandler(_TO_OUR_LOG)  # once, however often
+        library.propagate = False
