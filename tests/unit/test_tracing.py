@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from structlog.testing import capture_logs
 
 from controlplane import tracing
-from controlplane.config import ConfigError, load_values
+from controlplane.config import ConfigError, load, load_values
 from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.core.errors import EngineDied, EnginePoisoned
 from controlplane.core.traces import SpanEvent, SpanKind, SpanRecord, SpanRef, parse_traceparent, update_span
@@ -313,6 +314,9 @@ def test_a_phase_is_split_where_its_last_part_began() -> None:
     assert caches.end - caches.start == pytest.approx(0.01)
 
 
-def test_the_page_names_every_setting() -> None:
+def test_the_page_names_every_setting_and_its_file_is_taken(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "tracing.md").read_text()
+    [settings] = re.findall(r"^```toml\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    (tmp_path / "coordinator.toml").write_text(settings)
+    assert load(CoordinatorSettings, tmp_path / "coordinator.toml").tracing.endpoint == "http://collector:4317"
     assert [name for name in TracingSettings.__slots__ if f"`{name}`" not in page] == []
