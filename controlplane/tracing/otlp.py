@@ -32,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 SCOPE = "weightplane"
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 MAX_SPOKEN_FOR = 1024
 """Processes that one process speaks for: ranks of a node."""
 SAYS_AGAIN_SECONDS = 60.0
@@ -58,12 +59,12 @@ async def sending_spans(
     if not wanted(settings):
         yield
         return
-    if not installed():
-        log.warning("tracing_unavailable", cause=HOW_TO_GET_IT)  # the variables may be meant for another program
+    try:
+        tracer = _made(settings, {"component": component, "instance": instance, "run_id": run_id})
+    except Exception as error:  # the variables may be meant for another program, and are no reason not to serve
+        log.warning("tracing_unavailable", cause=str(error))
         yield
         return
-    _hear_the_libraries()
-    tracer = OtlpTracer(_exporter(settings), {"component": component, "instance": instance, "run_id": run_id})
     log.info("tracing_began", component=component)
     try:
         with use(tracer):
@@ -72,10 +73,17 @@ async def sending_spans(
         await asyncio.to_thread(tracer.close, settings.flush_seconds)
 
 
-def _exporter(settings: TracingSettings) -> SpanExporter:
+def _made(settings: TracingSettings, process: Mapping[str, str]) -> OtlpTracer:
+    """Raises ValueError, and whatever the SDK says of variables that it cannot use."""
+    if not installed():
+        raise ValueError(HOW_TO_GET_IT)
+    protocol = next(filter(None, map(os.environ.get, PROTOCOLS)), "grpc")
+    if protocol != "grpc" and not settings.endpoint:
+        raise ValueError(f"spans go by OTLP over gRPC, not by {protocol}: set tracing.endpoint")
     from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-    return OTLPSpanExporter(endpoint=settings.endpoint or None)
+    _hear_the_libraries()
+    return OtlpTracer(OTLPSpanExporter(endpoint=settings.endpoint or None), process)
 
 
 class OtlpTracer:

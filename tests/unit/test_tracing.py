@@ -100,6 +100,26 @@ async def test_variables_that_are_meant_for_others_stop_no_daemon(monkeypatch: p
 
 
 @pytest.mark.parametrize(
+    ("variable", "value", "cause"),
+    [
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "OTLP over gRPC, not by http/protobuf"),
+        ("OTEL_EXPORTER_OTLP_COMPRESSION", "zip", "zip"),
+        ("OTEL_EXPORTER_OTLP_TIMEOUT", "soon", "soon"),
+    ],
+)
+async def test_variables_that_cannot_be_used_stop_no_daemon_either(
+    monkeypatch: pytest.MonkeyPatch, variable: str, value: str, cause: str
+) -> None:
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "otlp")
+    monkeypatch.setenv(variable, value)
+    with capture_logs() as lines:
+        async with sending_spans(TracingSettings(), "engine", "engine-0"):
+            assert not tracing.enabled()
+    [line] = lines
+    assert (line["event"], cause in line["cause"]) == ("tracing_unavailable", True)
+
+
+@pytest.mark.parametrize(
     ("said", "problem"),
     [({"flush_seconds": -1.0}, "at least 0"), ({"endpoint": "collector:4317"}, "begins with http://")],
 )
