@@ -219,6 +219,8 @@ async def test_an_update_is_one_trace_over_all_processes_and_one_id_in_all_logs(
         check_failed(failed)
         check_attributes(whole, updates[2])
         check_logs(made, updates[2])
+        failures = [json.loads(line) for line in made.log("e1").splitlines() if "install_failed" in line]
+        assert [line["update_id"] for line in failures] == [updates[1]]
 
 
 def _show(received: Collector, trace_id: str) -> None:
