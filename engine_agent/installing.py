@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from controlplane import failpoints
+from controlplane import failpoints, tracing
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Residency, Timings
@@ -67,7 +67,7 @@ class Install:
             failure = error
             raise
         finally:
-            trace_install(self._life.core.state, self._update, self.phases, failure)
+            tracing.soon(trace_install, self._life.core.state, self._update, self.phases, failure)
 
     async def _run(self) -> None:
         failpoints.hit("engine.before_install")

@@ -29,8 +29,6 @@ def trace_receive(
     error: tuple[str, str],
 ) -> None:
     """`received`: when everything was in and checked; None: it never was, for the reason and the cause in `error`."""
-    if not tracing.enabled():
-        return
     parent = _sent(state, opened.update_id)
     attributes = _of_update(state, opened.update_id, str(version_from_proto(opened.version)))
     attributes["weightplane.transport"] = transport_label(opened.transport)
@@ -54,8 +52,6 @@ def trace_receive(
 
 def trace_install(state: EngineState, update: Update, phases: Phases, error: BaseException | None) -> None:
     """One install, and its phases; the last of them is the one that failed."""
-    if not tracing.enabled():
-        return
     parent = _sent(state, update.update_id)
     ref = tracing.child(parent)
     attributes = _of_update(state, update.update_id, str(update.version))

@@ -352,9 +352,8 @@ class _Attempt:
         """The stream is over; `reason` is why, if its bytes never were all here."""
         if self._opened is not None:
             error = (reason, cause)
-            spans.trace_receive(
-                self._life.core.state, self._opened, self._began, self._received, self._byte_count, error
-            )
+            facts = (self._opened, self._began, self._received, self._byte_count, error)
+            tracing.soon(spans.trace_receive, self._life.core.state, *facts)
 
     def _verified(self) -> None:
         self._life.apply(events.BytesVerified(self._stream))

@@ -75,7 +75,7 @@ class Carrier:
         except Exception as broken:  # its end must be told all the same: else nobody would bring this engine anything
             log.exception("carry_broke", engine=engine_id)
             error = PeerLost(peer=engine_id, cause=repr(broken))
-        trace_carry(run_id, carry, began, error, of_update=carry.update_id in self._hub.core.updates)
+        tracing.soon(trace_carry, run_id, carry, began, error)
         reason = "NONE" if error is None else error.reason
         log.info("carry_ended", engine=engine_id, version=str(carry.version), reason=reason, text=str(error or ""))
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))

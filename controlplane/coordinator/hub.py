@@ -190,7 +190,7 @@ class Hub:
                     await self._save(record)
                     failpoints.hit("coordinator.after_decision")
                     count_decided(self.core.updates[record.update_id])
-                    trace_decided(self.core.settings.run_id, self.core.updates[record.update_id])
+                    tracing.soon(trace_decided, self.core.settings.run_id, self.core.updates[record.update_id])
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):

@@ -17,8 +17,6 @@ NOT_COMMITTED = "UPDATE_FAILED"
 def trace_decided(run_id: str, update: UpdateTransaction) -> None:
     """The root of its trace, from begin to decision, and its two phases. After a restart of the coordinator what was
     before it is not known, and left out."""
-    if not tracing.enabled():
-        return
     times, root = update.times, tracing.decided(update_span(run_id, update.update_id, UPDATE))
     end = tracing.unix_ns(times.decided if times.decided is not None else time.monotonic())
     known = [tracing.unix_ns(at) for at in (times.began, times.went_go) if at is not None]
@@ -43,11 +41,10 @@ def trace_decided(run_id: str, update: UpdateTransaction) -> None:
         _phase("go", root, tracing.unix_ns(times.went_go), end)
 
 
-def trace_carry(run_id: str, carry: Carry, began: float, error: WeightplaneError | None, *, of_update: bool) -> None:
-    """What the coordinator brought to one engine from a checkpoint. `of_update`: of a rollback, whose trace has a root
-    already; a catch-up is a trace of its own."""
-    if not tracing.enabled():
-        return
+def trace_carry(run_id: str, carry: Carry, began: float, error: WeightplaneError | None) -> None:
+    """What the coordinator brought to one engine from a checkpoint, for an update (a rollback) or as a catch-up, which
+    is a trace of its own."""
+    of_update = carry.waits_for_go
     run = (run_id, carry.update_id)
     attributes: dict[str, Value] = {
         "weightplane.update_id": carry.update_id,

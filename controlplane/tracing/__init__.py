@@ -16,6 +16,7 @@ from controlplane.tracing.current import decided as decided
 from controlplane.tracing.current import emit as emit
 from controlplane.tracing.current import enabled as enabled
 from controlplane.tracing.current import log_fields as log_fields
+from controlplane.tracing.current import soon as soon
 from controlplane.tracing.current import unix_ns as unix_ns
 from controlplane.tracing.current import use as use
 from controlplane.tracing.otlp import sending_spans as sending_spans

@@ -6,9 +6,10 @@ for nobody. What is handed over waits in a bounded queue, and never keeps anybod
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -63,6 +64,13 @@ def emit(record: SpanRecord) -> None:
     tracer = _PROCESS.tracer
     if tracer is not None and decided(record.ref).sampled:
         tracer.emit(record)
+
+
+def soon(make: Callable[..., None], *account: object) -> None:
+    """Have spans made of an account in the loop's next turn, if somebody takes them. A fault in the making is then the
+    loop's to log, and never the end of an update, or of what tells of one."""
+    if enabled():
+        asyncio.get_running_loop().call_soon(make, *account)
 
 
 def decided(ref: SpanRef) -> SpanRef:

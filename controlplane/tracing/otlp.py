@@ -68,7 +68,10 @@ async def sending_spans(
     log.info("tracing_began", component=component)
     try:
         with use(tracer):
-            yield
+            try:
+                yield
+            finally:
+                await asyncio.sleep(0)  # what is to be made `soon` is made
     finally:
         await asyncio.to_thread(tracer.close, settings.flush_seconds)
 

@@ -180,7 +180,7 @@ class Push:
         PUSHES.labels(result.error_reason or phase).inc()
         PUSH_SECONDS.observe(_now() - self._started)
         if self._begun.update_id:
-            spans.trace_push(self._of, self.step, self._started, self._planned, result)
+            tracing.soon(spans.trace_push, self._of, self.step, self._started, self._planned, result)
         return result
 
     @property

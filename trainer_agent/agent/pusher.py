@@ -76,7 +76,7 @@ class Pusher:
         if request.HasField("push_failed"):
             self._rank_failed(rank.rank, request.push_failed)
         elif request.HasField("push_times"):
-            trace_rank(self._context.run_id, rank.rank, request.push_times)
+            tracing.soon(trace_rank, self._context.run_id, rank.rank, request.push_times)
         elif self._push is not None and request.HasField("send_chunk"):
             self._push.take_chunk(rank.rank, request.send_chunk)
         elif self._push is not None and request.HasField("delta_chosen"):

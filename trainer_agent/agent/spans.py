@@ -44,8 +44,6 @@ def traced(run_id: str, update_id: str) -> str:
 def trace_push(of: Of, step: int, started: float, planned: float, result: rank_pb2.PushResult) -> None:
     """One attempt, from before its begin to its end, and below it `plan`: until the coordinator had said who sends
     what. Monotonic seconds."""
-    if not tracing.enabled():
-        return
     ref = tracing.decided(update_span(of.run_id, of.update_id, PUSH))
     start, end = tracing.unix_ns(started), time.time_ns()
     attributes = of.attributes | {"weightplane.step": step}
@@ -74,8 +72,6 @@ def trace_send(
     error: WeightplaneError | None,
 ) -> None:
     """One engine's stream, all attempts of it, until it said `applied` or the stream was given up."""
-    if not tracing.enabled():
-        return
     engine_id = assignment.engine.engine_id
     attributes = of.attributes | {
         "weightplane.engine_id": engine_id,
@@ -100,8 +96,6 @@ def trace_send(
 
 def trace_rank(run_id: str, rank: int, times: rank_pb2.PushTimes) -> None:
     """What one rank said of its part."""
-    if not tracing.enabled():
-        return
     parent = tracing.decided(update_span(run_id, times.update_id, PUSH))
     ref, name = tracing.child(parent), f"rank-{rank}"
     attributes: dict[str, Value] = {

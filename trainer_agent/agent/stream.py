@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from controlplane import failpoints
+from controlplane import failpoints, tracing
 from controlplane.core.errors import (
     DeadlineExceeded,
     NotWelcomed,
@@ -174,7 +174,7 @@ class EngineStream:
         of = spans.Of(head.run_id, head.update_id, head.version, head.writer_term)
         left = UpdateAborted(update_id=head.update_id, cause=self._abort_reason or "it was left behind")
         error = None if applied else self.error or left
-        spans.trace_send(of, self._assignment, began, self.sent_bytes, self._attempts, error)
+        tracing.soon(spans.trace_send, of, self._assignment, began, self.sent_bytes, self._attempts, error)
 
     def _again(self, error: WeightplaneError) -> bool:
         """Bytes wait in the log, so an attempt costs little; the decision or the push's deadline ends them.
