@@ -28,7 +28,7 @@ from tests.support.ports import free_port
 from tests.support.toy_rank import SHAPES, Script
 from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(400)
 ROOT = Path(__file__).parents[2]
 TOY = ROOT / "tests" / "support" / "toy_rank.py"
 PARTS = ("coordinator", "e0", "e1", "trainer")
@@ -78,7 +78,7 @@ class Processes:
         words = ["--", str(TOY), json.dumps(asdict(script))]
         settings = {"coordinator": self.address, "trainer_id": "trainer", "nproc_per_node": 2}
         await self.start("trainer", "trainer", *words, **settings)
-        return await asyncio.wait_for(self.running["trainer"].wait(), 120)
+        return await asyncio.wait_for(self.running["trainer"].wait(), 240)
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
