@@ -7,7 +7,6 @@ of an end: not serving any more, streams end, the ledger closes.
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -124,7 +123,7 @@ class CoordinatorSettings:
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
     """Serve until SIGINT, SIGTERM or `stop`. Returns the exit code."""
-    async with sending_spans(settings.tracing, "coordinator", socket.gethostname(), settings.run_id):
+    async with sending_spans(settings.tracing, "coordinator", settings.run_id, settings.run_id):
         return await _run(settings, stop or asyncio.Event())
 
 
