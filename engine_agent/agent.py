@@ -26,6 +26,7 @@ from controlplane.rpc.ports import PortUnavailable
 from controlplane.rpc.security import ServerSecurity
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
+from controlplane.tracing import sending_spans
 from engine_agent.building import door_of, first_life, members_of, membership_of, new_life, services_of
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.members.head import Members
@@ -50,7 +51,11 @@ RESTART_WAIT_SECONDS = (1.0, 30.0)
 async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None) -> int:
     """Run until SIGINT, SIGTERM or `stop`, or until the engine died too often. Returns the exit code."""
     keep_freed_memory()
-    stop = stop or asyncio.Event()
+    async with sending_spans(settings.tracing, "engine", settings.engine_id, settings.run_id):
+        return await _run(settings, stop or asyncio.Event())
+
+
+async def _run(settings: EngineSettings, stop: asyncio.Event) -> int:
     holder = EngineLifeHolder()
     members = members_of(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)

@@ -14,14 +14,16 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from controlplane import failpoints
+from controlplane import failpoints, tracing
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
 from controlplane.core.pauses import PauseMode
+from controlplane.tracing import Phases
 from engine_agent.engine import InstallReport
 from engine_agent.receivers import Receiver
+from engine_agent.spans import trace_install
 
 if TYPE_CHECKING:
     from engine_agent.life import EngineLife
@@ -53,15 +55,32 @@ class Install:
         self._receiver = receiver
         self._update = update
         self._pause = update.pause or life.pause
+        self.phases = Phases()
 
     async def run(self) -> None:
         """Raises InstallFailed, InstallTimedOut, CanaryFailed, EngineDied, and what kept it from standing still."""
+        self.phases = Phases()  # from the moment that the life's lock is its
+        failure: BaseException | None = None
+        try:
+            await self._run()
+        except BaseException as error:  # also one that nobody planned for, or the life's end, is how it ended
+            failure = error
+            raise
+        finally:
+            tracing.soon(trace_install, self._life.core.state, self._update, self.phases, failure)
+
+    async def _run(self) -> None:
         failpoints.hit("engine.before_install")
-        wait = await self._let_finish()
-        quiesce = await self._stand_still()
-        report = await self._put_in()
+        with self.phases.phase("wait"):
+            wait = await self._let_finish()
+        with self.phases.phase("quiesce"):
+            quiesce = await self._stand_still()
+        with self.phases.phase("load"):
+            report = await self._put_in()
+        self.phases.split("caches", report.cache_seconds)
         speaks = self._life.core.state.residency is Residency.AWAKE
-        canary, seconds = await self._prove() if speaks else (None, 0.0)  # put off until there is a KV cache
+        with self.phases.phase("canary"):
+            canary, seconds = await self._prove() if speaks else (None, 0.0)  # put off until there is a KV cache
         failpoints.hit("engine.after_install")
         timings = Timings(quiesce, report.load_seconds, report.cache_seconds, seconds, wait)
         update = self._update

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import uuid
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -12,11 +12,13 @@ from typing import Any
 from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rpc.codec import pin_from_proto, routed_to_proto, sampling_from_proto, version_to_proto
+from controlplane.tracing import CallTrace, incoming, trace_asked, trace_call
 from engine_agent.engine import GenerationDelta
 from engine_agent.entry import check_identity, check_request, check_scored, enter, wait_of
 from engine_agent.life import EngineLifeHolder
 from engine_agent.merging import merged
 from engine_agent.requests import VERSION_CHANGED, Part, Parts, Span
+from engine_agent.spans import trace_part
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 ROUTED_PART_BYTES = 1 << 20
@@ -38,13 +40,24 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        with trace_call("Generate", incoming(context), context.time_remaining) as trace:
+            async with aclosing(self._generate(request, trace)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def _generate(
+        self, request: rollout_pb2.GenerateRequest, trace: CallTrace
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
         life = self._holder.life
+        trace_asked(trace, request)
+        trace.note({"weightplane.engine_id": life.core.state.engine_id})
         check_identity(life, request)
         sampling = sampling_from_proto(request.sampling, request.priority)
         if life.facts is not None:
             check_request(life.facts, request.prompt_token_ids, sampling)
         pin = pin_from_proto(request.pin)
         version = await enter(life, pin, wait_of(request.wait if request.HasField("wait") else None))
+        trace.entered(str(version))
         # No await between the open gate and the registration: the border is drawn around these requests, or not.
         runs = [
             life.requests.run(
@@ -59,6 +72,7 @@ class RolloutService(rollout_pb2_grpc.RolloutServicer):
         ]
         async with aclosing(merged(runs)) as parts:
             async for index, part in parts:
+                trace_part(trace, part)
                 for response in _responses(part, len(request.prompt_token_ids), index):
                     yield response
 

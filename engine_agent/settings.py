@@ -8,6 +8,7 @@ from typing import Literal
 
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
+from controlplane.tracing import BY_ENVIRONMENT, TracingSettings
 from engine_agent.external.settings import ExternalSettings
 from engine_agent.memory_model import MemorySettings
 from engine_agent.openai_door.settings import OpenAiSettings
@@ -80,6 +81,8 @@ class EngineSettings:
     unit_size: int = 0
     """How many engines its unit has."""
 
+    tracing: TracingSettings = BY_ENVIRONMENT
+    """Whether and where it sends OpenTelemetry spans: see docs/tracing.md."""
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
     insecure: bool = False

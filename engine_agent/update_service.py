@@ -8,6 +8,7 @@ With the checkpoint transport the writer sends no bytes: the agent reads them, w
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ import grpc
 import structlog
 from structlog.contextvars import bind_contextvars
 
-from controlplane import failpoints
+from controlplane import failpoints, tracing
 from controlplane.checkpoints import CheckpointManifest, read_manifest
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
@@ -31,6 +32,7 @@ from controlplane.rpc.bulk import decoded
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from controlplane.rpc.metrics import RECEIVED_BYTES, transport_label
 from controlplane.rpc.security import caller
+from engine_agent import spans
 from engine_agent import update_frames as frames
 from engine_agent.engine import StagedWeights
 from engine_agent.entry import check_ids
@@ -114,6 +116,7 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
         finally:
             reader.close()
             attempt.leave_link()
+            attempt.trace(reason, cause)
             life.end_stream(stream, cause, reason)
 
 
@@ -148,6 +151,12 @@ class _Attempt:
         self._parts: StreamedParts | None = None
         """Of a streaming update: installed as they come."""
         self.update_id = ""
+        self._began = time.monotonic()
+        self._received: float | None = None
+        """When everything was in and checked."""
+        self._byte_count = 0
+        self._opened: weight_update_pb2.UpdateOpen | None = None
+        """Of an attempt that was accepted, and is to bring bytes."""
 
     async def run(self) -> AsyncIterator[Response]:
         opened = await self._open_frame()
@@ -158,7 +167,9 @@ class _Attempt:
         self._check_reference(event)
         accept = _only(events.Accept, self._life.apply(event))
         self.update_id = opened.update_id
-        bind_contextvars(update_id=opened.update_id)  # of this call, and of the install that it may begin
+        self._opened = None if accept.attached else opened
+        # Of this call, and of the install that it may begin.
+        bind_contextvars(**tracing.log_fields(opened.run_id, opened.update_id))
         self._transport = opened.transport
         if not accept.attached and opened.transport == weight_update_pb2.TRANSPORT_CHECKPOINT:
             root = self._root()
@@ -325,7 +336,7 @@ class _Attempt:
             await in_thread(partial(self._check_read, receiver, index, verify.tensors), name=READER)
             self._count(size)
             failpoints.hit("engine.between_chunks", index)
-        self._life.apply(events.BytesVerified(self._stream))
+        self._verified()
 
     def _check_read(self, receiver: Receiver, index: int, tensors: tuple[int, ...]) -> None:
         failpoints.hit("engine.reading_checkpoint", index)
@@ -366,7 +377,7 @@ class _Attempt:
         if self._receiver.releases_at_once if self._parts is None else self._parts.releases:
             yield frames.released(version, chunk.index)
         if verify.last:
-            self._life.apply(events.BytesVerified(self._stream))
+            self._verified()
             if self._parts is None:
                 yield frames.ready(version)
 
@@ -386,7 +397,19 @@ class _Attempt:
         self._receiver.place(records, buffers)
         self._check(self._receiver, tensors)
 
+    def trace(self, reason: str, cause: str) -> None:
+        """The stream is over; `reason` is why, if its bytes never were all here."""
+        if self._opened is not None:
+            error = (reason, cause)
+            facts = (self._opened, self._began, self._received, self._byte_count, error)
+            tracing.soon(spans.trace_receive, self._life.core.state, *facts)
+
+    def _verified(self) -> None:
+        self._life.apply(events.BytesVerified(self._stream))
+        self._received = time.monotonic()
+
     def _count(self, byte_count: int) -> None:
+        self._byte_count += byte_count
         RECEIVED_BYTES.labels(transport_label(self._transport)).inc(byte_count)
 
     def _check(self, receiver: Receiver, tensors: tuple[int, ...]) -> None:

@@ -7,6 +7,7 @@ the core as `CarryEnded`, and what the engine holds then is the engine's own rep
 from __future__ import annotations
 
 import asyncio
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -14,7 +15,9 @@ import grpc
 import structlog
 from structlog.contextvars import bind_contextvars
 
+from controlplane import tracing
 from controlplane.coordinator.hub import Hub
+from controlplane.coordinator.spans import trace_carry
 from controlplane.core.errors import DeadlineExceeded, NotWelcomed, PeerLost, UpdateAborted, WeightplaneError
 from controlplane.core.fleet_events import Carry, CarryEnded
 from controlplane.rpc.channels import open_channel
@@ -56,8 +59,9 @@ class Carrier:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _carry(self, carry: Carry) -> None:
-        engine_id, error = carry.engine.engine_id, None
-        bind_contextvars(update_id=carry.update_id)  # of this task alone
+        engine_id, error, began = carry.engine.engine_id, None, time.monotonic()
+        run_id = self._hub.core.settings.run_id
+        bind_contextvars(**tracing.log_fields(run_id, carry.update_id))  # of this task alone
         log.info("carry_began", engine=engine_id, version=str(carry.version), checkpoint=carry.checkpoint.name)
         try:
             async with asyncio.timeout(self._limit), open_channel(carry.engine.endpoint, self._tls) as channel:
@@ -71,6 +75,7 @@ class Carrier:
         except Exception as broken:  # its end must be told all the same: else nobody would bring this engine anything
             log.exception("carry_broke", engine=engine_id)
             error = PeerLost(peer=engine_id, cause=repr(broken))
+        tracing.soon(trace_carry, run_id, carry, began, error)
         reason = "NONE" if error is None else error.reason
         log.info("carry_ended", engine=engine_id, version=str(carry.version), reason=reason, text=str(error or ""))
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))

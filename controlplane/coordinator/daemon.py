@@ -36,6 +36,7 @@ from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, check_listen
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
+from controlplane.tracing import BY_ENVIRONMENT, TracingSettings, sending_spans
 from controlplane.web import serve_page
 from controlplane.web.server import check_address
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, rollout_pb2, rollout_pb2_grpc
@@ -100,6 +101,8 @@ class CoordinatorSettings:
     web_address_file: Path | None = None
     """The same of the page, as a URL; it is there before `address_file` is."""
 
+    tracing: TracingSettings = BY_ENVIRONMENT
+    """Whether and where it sends OpenTelemetry spans: see docs/tracing.md."""
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
     insecure: bool = False
@@ -120,6 +123,11 @@ class CoordinatorSettings:
 
 async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | None = None) -> int:
     """Serve until SIGINT, SIGTERM or `stop`. Returns the exit code."""
+    async with sending_spans(settings.tracing, "coordinator", settings.run_id, settings.run_id):
+        return await _run(settings, stop or asyncio.Event())
+
+
+async def _run(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
     writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
     ledger = SqliteLedger(settings.state_dir / "ledger.sqlite")
     loop = asyncio.get_running_loop()
@@ -153,7 +161,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         if settings.web_address_file is not None:
             _publish(settings.web_address_file, page)
     try:
-        return await _serve(settings, hub, server, stop or asyncio.Event())
+        return await _serve(settings, hub, server, stop)
     finally:
         await beside.aclose()
         await carrier.close()

@@ -14,10 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import structlog
 
-from controlplane import failpoints
+from controlplane import failpoints, tracing
 from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
 from controlplane.coordinator.metrics import count_decided
+from controlplane.coordinator.spans import trace_decided
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
@@ -199,6 +200,7 @@ class Hub:
                     await self._save(record)
                     failpoints.hit("coordinator.after_decision")
                     count_decided(self.core.updates[record.update_id])
+                    tracing.soon(trace_decided, self.core.settings.run_id, self.core.updates[record.update_id])
                 case Save(record):
                     await self._save(record)
                 case Welcome(session, term):
@@ -224,7 +226,8 @@ class Hub:
             if not self.failed.done():
                 self.failed.set_result(error)
             raise
-        of_update = {"update_id": update_id} if (update_id := getattr(record, "update_id", None)) else {}
+        update_id = getattr(record, "update_id", None)
+        of_update = tracing.log_fields(self.core.settings.run_id, update_id) if update_id else {}
         log.info("record_written", kind=type(record).__name__, record=str(record), **of_update)
 
     # ---- telling ----

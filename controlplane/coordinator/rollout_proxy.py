@@ -25,14 +25,16 @@ from controlplane.coordinator.proxied_calls import ProxiedCall, ProxiedCalls
 from controlplane.coordinator.proxy_ways import ProxyWay, ProxyWays
 from controlplane.core import errors as e
 from controlplane.core.fleet_records import EngineRecord
+from controlplane.core.traces import Value
 from controlplane.core.versions import ModelName
 from controlplane.rollout.choosing import Search
 from controlplane.rollout.engine_errors import ELSEWHERE_MAY_DO, engine_error, nothing_came
 from controlplane.rollout.routing import Route
 from controlplane.rollout.wire import FINISH_REASONS
-from controlplane.rpc.codec import pin_from_proto, seconds_from_proto, seconds_to_proto
+from controlplane.rpc.codec import pin_from_proto, seconds_from_proto, seconds_to_proto, version_from_proto
 from controlplane.rpc.errors import RemoteError
 from controlplane.rpc.security import PLAIN, TlsSettings
+from controlplane.tracing import UNTRACED, CallTrace, incoming, trace_asked, trace_call
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -66,18 +68,28 @@ class RolloutProxy(rollout_pb2_grpc.RolloutServicer):
     async def Generate(
         self, request: rollout_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        with trace_call("proxy Generate", incoming(context), context.time_remaining) as trace:
+            async with aclosing(self._generate(request, context, trace)) as responses:
+                async for response in responses:
+                    yield response
+
+    async def _generate(
+        self, request: rollout_pb2.GenerateRequest, context: Any, trace: CallTrace
+    ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
+        trace_asked(trace, request)
         way = self._ways.of(request.run_id, request.model)
         search = _search(request, request.session_id, context)
         with self._calls.enter(request.request_id) as call:
             while True:
                 route = await call.unless_aborted(way.next_route(search))
+                trace.note({"weightplane.engine_id": route.engine_id})
                 try:
-                    async with aclosing(_generated(way, route, search, request, call)) as responses:
+                    async with aclosing(_generated(way, route, search, request, call, trace)) as responses:
                         async for response in responses:
                             yield response
                     return
                 except (grpc.aio.AioRpcError, *ELSEWHERE_MAY_DO) as error:
-                    await _declined(error, route, search, call, context)
+                    await _declined(error, route, search, call, context, trace)
 
     async def Score(self, request: rollout_pb2.ScoreRequest, context: Any) -> rollout_pb2.ScoreResponse:
         way = self._ways.of(request.run_id, request.model)
@@ -140,13 +152,19 @@ def _forwarded(request: Asked, search: Search) -> Asked:
 
 
 async def _generated(
-    way: ProxyWay, route: Route, search: Search, request: rollout_pb2.GenerateRequest, call: ProxiedCall
+    way: ProxyWay,
+    route: Route,
+    search: Search,
+    request: rollout_pb2.GenerateRequest,
+    call: ProxiedCall,
+    trace: CallTrace,
 ) -> AsyncGenerator[rollout_pb2.GenerateResponse, None]:
     """What one engine says, as it says it. Closing this ends the request there."""
     ended = 0
     with way.board.asking(route) as channel:
         stub: Any = rollout_pb2_grpc.RolloutStub(channel)
-        stream = stub.Generate(_forwarded(request, search), timeout=search.time_left)
+        asked = _forwarded(request, search)
+        stream = stub.Generate(asked, timeout=search.time_left, metadata=trace.metadata)
         try:
             while ended < max(request.sampling.n, 1):
                 response = await (stream.read() if call.begun else call.unless_aborted(stream.read()))
@@ -156,9 +174,22 @@ async def _generated(
                     _refuse_empty_end(route, response, call)
                 call.begun = True
                 ended += response.HasField("finish")
+                _trace_response(trace, response)
                 yield response
         finally:
             stream.cancel()
+
+
+def _trace_response(trace: CallTrace, response: rollout_pb2.GenerateResponse) -> None:
+    if not trace.on:
+        return
+    trace.made(len(response.token_ids))
+    if response.HasField("finish"):
+        finish = response.finish
+        spans = [f"{version_from_proto(s.version)}:{s.start}-{s.end}" for s in finish.spans]
+        reason = FINISH_REASONS.get(finish.reason, "abort")
+        why = finish.stop_reason if reason == "abort" else ""
+        trace.finished(reason, why, spans, finish.cached_prompt_tokens)
 
 
 def _refuse_empty_end(route: Route, response: rollout_pb2.GenerateResponse, call: ProxiedCall) -> None:
@@ -171,15 +202,20 @@ def _refuse_empty_end(route: Route, response: rollout_pb2.GenerateResponse, call
         raise error
 
 
-async def _declined(error: Exception, route: Route, search: Search, call: ProxiedCall, context: Any) -> None:
+async def _declined(
+    error: Exception, route: Route, search: Search, call: ProxiedCall, context: Any, trace: CallTrace = UNTRACED
+) -> None:
     """Returns where another engine may be asked; ends the call, in the engine's own words, where none may."""
     typed = engine_error(error, route, search) if isinstance(error, grpc.aio.AioRpcError) else error
     assert isinstance(typed, e.WeightplaneError)  # of the tree, or made from gRPC's
     if not call.begun and isinstance(typed, ELSEWHERE_MAY_DO) and time.monotonic() < search.patience:
         log.info("engine_declined", engine=route.engine_id, reason=typed.reason, text=str(typed), request=call.name)
+        declined: dict[str, Value] = {"weightplane.engine_id": route.engine_id, "error.type": typed.reason}
+        trace.happened("engine declined", declined)
         search.tried.add((route.engine_id, route.incarnation))
         search.last_error = typed
         return
+    trace.failed(typed.reason, str(typed))
     if isinstance(error, grpc.aio.AioRpcError):
         await _hand_on(error, typed, context)
     raise typed

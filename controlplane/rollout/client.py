@@ -37,6 +37,7 @@ from controlplane.rollout.wire import delta_from_proto
 from controlplane.rpc.codec import pin_to_proto, seconds_to_proto, version_from_proto
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.validation import validate
+from controlplane.tracing import caller_metadata
 from weightplane.v1 import rollout_pb2
 
 log = structlog.get_logger(__name__)
@@ -346,7 +347,8 @@ class RolloutClient:
         request.wait.CopyFrom(seconds_to_proto(ask.engine_wait))
         validate(request)
         with self._watch.asking(route), self._running.at(route, run_id, ask):
-            call = self._connections.rollout(route.endpoint).Generate(request, timeout=ask.time_left)
+            stub = self._connections.rollout(route.endpoint)
+            call = stub.Generate(request, timeout=ask.time_left, metadata=caller_metadata())
             try:
                 async for response in call:
                     delta = delta_from_proto(route.engine_id, response)

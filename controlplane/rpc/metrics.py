@@ -35,6 +35,11 @@ LOOP_LAG = Histogram(
     "How much later than asked the daemon's event loop woke a sleeper.",
     buckets=(0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0),
 )
+SPANS = Counter(
+    "weightplane_spans",
+    "OpenTelemetry spans: made, sent to the collector, failed there. Others wait, or found the queue full.",
+    ["outcome"],
+)
 UPDATES = Counter("weightplane_updates", "Updates that the coordinator decided.", ["model", "phase"])
 UPDATE_PHASE_SECONDS = Histogram(
     "weightplane_update_phase_seconds",

@@ -17,6 +17,8 @@ import structlog
 
 from controlplane.core import errors as e
 from controlplane.core.pins import ANY
+from controlplane.core.traces import SpanRef, parse_traceparent
+from controlplane.tracing import CallTrace, trace_call
 from engine_agent.entry import enter
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.openai_door.answers import App, Message, Receive, Scope, Send, VersionedAnswer, refuse, say
@@ -123,20 +125,36 @@ class Door:
             await self._app(scope, replay, send)
 
     async def _generate(self, scope: Scope, replay: _Replay, send: Send) -> None:
-        visit = Visit(asyncio.get_running_loop().time() + self._settings.wait_seconds)
+        with trace_call("door Generate", _traced(scope)) as trace:
+            await self._visited(scope, replay, send, trace)
+
+    async def _visited(self, scope: Scope, replay: _Replay, send: Send, trace: CallTrace) -> None:
+        life = self._holder.life
+        visit = Visit(asyncio.get_running_loop().time() + self._settings.wait_seconds, trace=trace)
+        trace.note({"http.route": scope["path"], "weightplane.engine_id": life.core.state.engine_id})
         try:
             _refuse_beams(replay.body)
-            await enter(self._holder.life, ANY, visit.wait_left)
+            trace.entered(str(await enter(life, ANY, visit.wait_left)))
             if self._app is None:
                 raise no_app(self._holder.life)
         except e.WeightplaneError as error:
             log.info("door_refused", reason=error.reason, text=str(error))
+            trace.failed(error.reason, str(error))
             return await refuse(send, error)
         current.set(visit)
         try:
             return await self._app(scope, replay, VersionedAnswer(send, visit).send)
         finally:
             await visit.leave()
+            trace.wanted(visit.choices)
+            if visit.error is not None:
+                trace.failed(visit.error.reason, str(visit.error))
+
+
+def _traced(scope: Scope) -> SpanRef | None:
+    """The caller's span, by its `traceparent`."""
+    found = [value for name, value in scope["headers"] if name == b"traceparent"]
+    return parse_traceparent(found[0].decode("latin-1")) if len(found) == 1 else None
 
 
 def no_app(life: EngineLife) -> e.EngineNotReady:

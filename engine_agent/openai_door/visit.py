@@ -11,7 +11,9 @@ from dataclasses import dataclass, field
 
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.versions import WeightVersion
+from controlplane.tracing import UNTRACED, CallTrace
 from engine_agent.requests import Part, Parts, Span
+from engine_agent.spans import trace_part
 
 MAX_CHOICES = 1024
 """Samples of one request, over all its prompts."""
@@ -34,6 +36,8 @@ class Visit:
     first: WeightVersion | None = None
     """The version that made the first token."""
     tokens: int = 0
+    trace: CallTrace = UNTRACED
+    """Where its tokens and ends are noted."""
     _spans: dict[int, tuple[Span, ...]] = field(default_factory=dict)
 
     @property
@@ -42,6 +46,7 @@ class Visit:
 
     def note(self, choice: int, part: Part) -> None:
         """A part of one sample, as it is handed on."""
+        trace_part(self.trace, part)
         if part.delta.token_ids:
             self.first = self.first or part.version
             self.tokens += len(part.delta.token_ids)

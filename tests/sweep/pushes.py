@@ -26,6 +26,7 @@ from trainer_agent.megatron.source import MegatronSource
 from trainer_agent.rank import TrainerRank
 from trainer_agent.rank.devices import CPU_DEVICE_VARIABLE
 from trainer_agent.rank.feed import Feed, Tensors
+from trainer_agent.rank.times import Times
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
 
@@ -75,12 +76,12 @@ def _noted_ways() -> Iterator[dict[str, str]]:
     ways: dict[str, str] = {}
     run = Feed.run
 
-    def noting(self: Feed, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors) -> None:
+    def noting(self: Feed, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors, times: Times) -> None:
         for assignment in plan.assignments:
             name = weight_update_pb2.Transport.Name(assignment.transport).removeprefix("TRANSPORT_").lower()
             before = ways.setdefault(assignment.engine.engine_id, name)
             assert before == name, f"{assignment.engine.engine_id}: {before}, then {name}"
-        run(self, plan, layout, tensors)
+        run(self, plan, layout, tensors, times)
 
     with mock.patch.object(Feed, "run", noting):
         yield ways

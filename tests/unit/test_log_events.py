@@ -36,3 +36,20 @@ def test_every_events_name_is_a_constant_in_snake_case() -> None:
             wrong.append(place)
     assert wrong == []
     assert len(calls) > 50, "there are events to look at"
+
+
+def test_an_update_is_named_by_one_key_in_every_log() -> None:
+    """`update_id`: what belongs to an update is found by it, whoever wrote it."""
+    others = re.compile(r"update|(catch_up|carry|push)_id")
+    calls = list(log_calls())
+    assert [place for place, call in calls for k in call.keywords if k.arg and others.fullmatch(k.arg)] == []
+    bound = [(p, k.arg) for p, call in _calls("bind_contextvars", "bound_contextvars") for k in call.keywords if k.arg]
+    assert {key for _, key in bound} == {"component"}, "updates are bound by tracing.log_fields, which has both keys"
+
+
+def _calls(*names: str) -> Iterator[tuple[str, ast.Call]]:
+    for package in PRODUCT:
+        for file in sorted((ROOT / package).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in names:
+                    yield f"{file.relative_to(ROOT)}:{node.lineno}", node

@@ -17,6 +17,7 @@ from controlplane.config import ConfigError, load_values
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.engine_state import Hold, HoldKind
+from controlplane.core.traces import SpanRef
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.server import PortUnavailable
 from engine_agent.life import EngineLife, EngineLifeHolder
@@ -28,6 +29,7 @@ from engine_agent.settings import EngineSettings
 from engine_agent.vllm.engine_client import GatedEngineClient
 from tests.support.door_app import NativeMemoryEngine, app_over, client_of
 from tests.support.eventually import eventually
+from tests.support.otlp_collector import kept_spans
 from tests.unit.test_engine_life import UPDATE, VERSION, commit, started
 
 SETTINGS = OpenAiSettings("127.0.0.1:0", wait_seconds=0.3, max_requests=2, max_body_bytes=1000)
@@ -336,3 +338,19 @@ async def test_the_door_listens_answers_and_ends(world: World) -> None:
             assert answer.headers["x-weightplane-version"] == "1"
         assert (await http.get("/health")).status_code == 503
     await door.stop()
+
+
+async def test_a_request_is_a_span_below_its_callers_and_a_refused_one_too(world: World) -> None:
+    caller = SpanRef(0xABC, 0xDEF, True)
+    with kept_spans() as kept:
+        asked = {"prompt": [1, 2, 3], "n": 2}
+        await world.http.post(CHAT, json=asked, headers={"traceparent": caller.traceparent})
+        world.hold(present=True)
+        await world.ask()
+    whole, refused = kept.named("door Generate")
+    assert whole.parent == caller
+    assert whole.attributes["gen_ai.response.finish_reasons"] == ["length", "length"]
+    assert whole.attributes["weightplane.spans"] == ["1.1:0-4", "1.1:0-4"]
+    assert whole.attributes["weightplane.outcome"] == "finished"
+    assert refused.parent is None
+    assert (refused.attributes["weightplane.outcome"], refused.error) == ("refused", "ENGINE_NOT_READY")

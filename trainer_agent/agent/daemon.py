@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from controlplane.rpc.metrics import serve_metrics, watch_loop
 from controlplane.rpc.security import ServerSecurity
 from controlplane.rpc.security.diagnosis import Reached
 from controlplane.rpc.server import RunningServer
+from controlplane.tracing import sending_spans
 from trainer_agent import segments
 from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.checkpoints import FINISH_SECONDS, CheckpointKeeper
@@ -71,6 +73,7 @@ class TrainerAgent:
         self._lifecycle = TrainerLifecycle(settings, self, stop, output)
         self._serving: RunningServer | None = None
         self._end_metrics: Callable[[], None] = lambda: None
+        self._tracing = AsyncExitStack()
         self._server = RankServer(socket_path, self)
         self._stubs = Stubs(settings.coordinator, partial(open_channel, tls=settings.tls))
         self._life = LastLife(settings.state_dir)
@@ -95,6 +98,9 @@ class TrainerAgent:
         """Sweep what dead ranks left, and listen. Raises PortUnavailable, ConfigError."""
         segments.sweep()
         settings = self._settings
+        await self._tracing.enter_async_context(
+            sending_spans(settings.tracing, "trainer", settings.trainer_id, settings.run_id)
+        )
         self._end_metrics = serve_metrics(settings.metrics_listen, TrainerMetrics(self), tls=settings.tls)
         self._spawn(watch_loop())
         security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
@@ -121,6 +127,7 @@ class TrainerAgent:
         if self._serving is not None:
             await self._serving.stop()
         segments.sweep()
+        await self._tracing.aclose()
 
     @property
     def lease_held_by_another(self) -> bool:

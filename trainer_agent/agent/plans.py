@@ -27,7 +27,12 @@ def check_plan(plan: fleet_pb2.Plan, world_size: int) -> None:
 
 
 def push_plan(
-    begun: fleet_pb2.BeginUpdateResponse, chunk_bytes: int, link_host: str = "", *, keep_whole: bool = False
+    begun: fleet_pb2.BeginUpdateResponse,
+    chunk_bytes: int,
+    link_host: str = "",
+    *,
+    keep_whole: bool = False,
+    traced: str = "",
 ) -> rank_pb2.PushPlan:
     """The plan for the ranks, with every assignment: each rank is sent its own part by `for_rank`.
 
@@ -42,6 +47,7 @@ def push_plan(
         chunk_bytes=chunk_bytes,
         keep_whole=keep_whole,
         link_host=link_host,
+        traced=traced,
     )
     for assignment in begun.plan.assignments:
         if len(assignment.ranks) > 1 and assignment.transport == SHARED_MEMORY:

@@ -17,6 +17,7 @@ from typing import Any
 import structlog
 from structlog.contextvars import bind_contextvars, bound_contextvars
 
+from controlplane import tracing
 from controlplane.core.errors import (
     LinkFailed,
     PeerLost,
@@ -26,7 +27,7 @@ from controlplane.core.errors import (
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import seconds_to_proto
 from controlplane.rpc.metrics import PUSH_SECONDS, PUSHES
-from trainer_agent.agent import outcome, stuck
+from trainer_agent.agent import outcome, spans, stuck
 from trainer_agent.agent.announced import Announced, Release
 from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.begin import abandon, abort_update, begin_update
@@ -106,6 +107,8 @@ class Push:
     _keeps: bool = False
     """A checkpoint of it is due: the ranks keep the whole version until it is answered."""
     _started: float = 0.0
+    _planned: float = 0.0
+    """When the coordinator's plan came."""
     _begun: fleet_pb2.BeginUpdateResponse = field(default_factory=fleet_pb2.BeginUpdateResponse)
     _watch: UpdateWatch | None = None
     _streams: EngineStreams | None = None
@@ -176,12 +179,19 @@ class Push:
         phase = fleet_pb2.UpdatePhase.Name(result.state.phase).removeprefix("UPDATE_PHASE_").lower()
         PUSHES.labels(result.error_reason or phase).inc()
         PUSH_SECONDS.observe(_now() - self._started)
+        if self._begun.update_id:
+            tracing.soon(spans.trace_push, self._of, self.step, self._started, self._planned, result)
         return result
+
+    @property
+    def _of(self) -> spans.Of:
+        return spans.Of(self.context.run_id, self._begun.update_id, self._begun.version, self.term)
 
     async def _attempt(self) -> rank_pb2.PushResult:
         try:
             begun = await self._begin()
-            bind_contextvars(update_id=begun.update_id)
+            self._planned = _now()
+            bind_contextvars(**tracing.log_fields(self.context.run_id, begun.update_id))
             log.info("push_began", step=self.step, version=begun.version.number, engines=len(begun.plan.assignments))
             return await self._carry(begun)
         except WeightplaneError as error:
@@ -263,7 +273,11 @@ class Push:
         keeper = self.context.checkpoints
         self._keeps = keeper is not None and keeper.due()
         return push_plan(
-            begun, self.context.chunk_bytes, self.context.link_host, keep_whole=self._keeps or self.keeps_whole
+            begun,
+            self.context.chunk_bytes,
+            self.context.link_host,
+            keep_whole=self._keeps or self.keeps_whole,
+            traced=spans.traced(self.context.run_id, begun.update_id),
         )
 
     def _new_streams(self, begun: fleet_pb2.BeginUpdateResponse, plan: rank_pb2.PushPlan) -> EngineStreams:

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterable
 
 import structlog
 
+from controlplane import tracing
 from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
 from trainer_agent.agent import stuck
 from trainer_agent.agent.outcome import failed
@@ -19,6 +20,7 @@ from trainer_agent.agent.push import Push, PushContext
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.serving import Serving
+from trainer_agent.agent.spans import trace_rank
 from trainer_agent.wire import typed_error
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
@@ -73,6 +75,8 @@ class Pusher:
         """Anything else about a push. What comes after its end is dropped: the answer is on its way."""
         if request.HasField("push_failed"):
             self._rank_failed(rank.rank, request.push_failed)
+        elif request.HasField("push_times"):
+            tracing.soon(trace_rank, self._context.run_id, rank.rank, request.push_times)
         elif self._push is not None and request.HasField("send_chunk"):
             self._push.take_chunk(rank.rank, request.send_chunk)
         elif self._push is not None and request.HasField("delta_chosen"):
@@ -213,7 +217,7 @@ class Pusher:
         self._stop_waiting()
         log.info(
             "push_ended",
-            update_id=result.state.update_id,
+            **tracing.log_fields(self._context.run_id, result.state.update_id),
             reason=result.error_reason or "NONE",
             retry=result.retry,
             cause=result.error_message,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from controlplane.core.errors import InvalidRequest
 from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
+from controlplane.tracing import BY_ENVIRONMENT, TracingSettings
 from trainer_agent.chunking import DEFAULT_CHUNK_BYTES
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -68,6 +69,8 @@ class TrainerSettings:
     stop_seconds: float = 30.0
     """How long ranks may take to end after SIGTERM, before they are killed."""
 
+    tracing: TracingSettings = BY_ENVIRONMENT
+    """Whether and where it sends OpenTelemetry spans: see docs/tracing.md."""
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
     insecure: bool = False

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from controlplane import failpoints
+from controlplane import failpoints, tracing
 from controlplane.core.errors import (
     DeadlineExceeded,
     NotWelcomed,
@@ -25,6 +25,7 @@ from controlplane.core.errors import (
 )
 from controlplane.rpc.errors import RemoteError
 from controlplane.rpc.metrics import SENT_BYTES, transport_label
+from trainer_agent.agent import spans
 from trainer_agent.agent.answers import (
     ABORT_SECONDS,
     MAX_HEARD,
@@ -105,6 +106,7 @@ class EngineStream:
         """In this attempt the open frame went out: only then can it be given up by a word."""
         self._handed = False
         """In this attempt a handle was given away."""
+        self._attempts = 0
         self._untold = False
         """An attempt before commit ended without the agent's word: it may still be reading what it was handed."""
 
@@ -147,11 +149,12 @@ class EngineStream:
 
     async def run(self) -> StreamEnd:
         """Until `applied`, or an error that no further attempt can help. Never raises what the engine says."""
-        pause = FIRST_BACKOFF_SECONDS
+        pause, began, applied = FIRST_BACKOFF_SECONDS, asyncio.get_running_loop().time(), False
         try:
             while True:
                 try:
                     await self._attempt()
+                    applied = True
                     return StreamEnd(self.engine_id, None, memory_free=True)
                 except WeightplaneError as error:
                     log.info("stream_ended", engine_id=self.engine_id, reason=error.reason, cause=str(error))
@@ -165,6 +168,14 @@ class EngineStream:
         finally:
             self._chunks.mark_over()
             self.way.close()
+            self._trace(began, applied=applied)
+
+    def _trace(self, began: float, *, applied: bool) -> None:
+        head = self._cargo.open
+        of = spans.Of(head.run_id, head.update_id, head.version, head.writer_term)
+        left = UpdateAborted(update_id=head.update_id, cause=self._abort_reason or "it was left behind")
+        error = None if applied else self.error or left
+        tracing.soon(spans.trace_send, of, self._assignment, began, self.sent_bytes, self._attempts, error)
 
     def _again(self, error: WeightplaneError) -> bool:
         """Bytes wait in the log, so an attempt costs little; the decision or the push's deadline ends them.
@@ -193,6 +204,7 @@ class EngineStream:
         call = self._stub.UpdateWeights()
         frames: Frames = asyncio.Queue(MAX_HEARD)
         self._opened = self._handed = False
+        self._attempts += 1
         self._sent = self.sent_bytes = 0
         hear, out = asyncio.create_task(hear_all(call, frames)), Outgoing(call)
         work = asyncio.create_task(self._work(out, frames))

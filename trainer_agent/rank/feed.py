@@ -28,6 +28,7 @@ from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.links import Links
 from trainer_agent.rank.memory import ExportMemory, RingMemory, WholeMemory, ring_bytes
 from trainer_agent.rank.senders import Announcer, BroadcastSender, Content, CopySender, HandleSender, Sender
+from trainer_agent.rank.times import Times
 from trainer_agent.segments import Segment, SegmentPool
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
@@ -87,19 +88,25 @@ class Feed:
         self._inbox = Inbox(link, sequence, patience)
         self._senders: list[Sender] = []
 
-    def run(self, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors) -> None:
+    def run(self, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors, times: Times) -> None:
         """Export everything and bring it on its way. A rank without a part only takes part in the iteration.
 
         Raises:
             PushEnded: it was over before. LayoutInvalid, LimitExceeded, SlotMismatch, PeerLost, LinkFailed,
             DeadlineExceeded.
         """
-        self._held.groups.prepare(plan, self._inbox.check)
-        parts = parts_of(plan, self._rank)
-        self._held.links.prepare(parts, plan.link_host)
-        if not parts:
-            drain(tensors)
-            return
+        with times.stretch("gather"):
+            self._held.groups.prepare(plan, self._inbox.check)
+            parts = parts_of(plan, self._rank)
+            self._held.links.prepare(parts, plan.link_host)
+        with times.stretch("export"):
+            if parts:
+                self._export(plan, layout, parts, times.source(tensors))
+                times.byte_count = layout.byte_count
+            else:
+                drain(times.source(tensors))
+
+    def _export(self, plan: rank_pb2.PushPlan, layout: Layout, parts: list[Part], tensors: Tensors) -> None:
         layed_out = plan_segment(layout, plan.chunk_bytes)
         whole = keeps_whole(plan, self._rank)
         segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))

@@ -18,10 +18,11 @@ from controlplane.core.layout import Layout
 from controlplane.core.pauses import PausePolicy
 from controlplane.rpc.codec import pause_to_proto
 from controlplane.rpc.engine_codec import reference_to_proto
-from trainer_agent.rank.feed import Feed, Held, drain
+from trainer_agent.rank.feed import Feed, Held, Tensors, drain
 from trainer_agent.rank.inbox import PushEnded
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.pending import PendingPush
+from trainer_agent.rank.times import Times
 from trainer_agent.source import WeightSource
 from weightplane.local.v1 import rank_pb2
 
@@ -29,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 ANSWER_GRACE_SECONDS = 15.0
 """What a rank waits beyond its own limit: the agent ends the wait first, and says why."""
+TOLD_SECONDS = 1.0
+"""For times, which nobody waits for."""
 MAX_CAUSE_LENGTH = 4096
 """Of an exception's text on its way to the other ranks."""
 
@@ -130,8 +133,8 @@ class Pushes:
         """Export; whatever happens, the ranks that can do so end their iteration, so that none is left waiting."""
         tensors = iter(self._source)
         try:
-            with bound_contextvars(update_id=plan.update_id):
-                feed.run(plan, self._layout, tensors)
+            with bound_contextvars(**_log_fields(plan)):
+                self._feed(feed, plan, tensors)
         except PushEnded as ended:
             if _whole(ended.result):
                 drain(tensors)
@@ -145,6 +148,20 @@ class Pushes:
             if result is not None and (result.retry or isinstance(error, LinkFailed) or self._by_another(result)):
                 raise PushEnded(result) from error
             raise
+
+    def _feed(self, feed: Feed, plan: rank_pb2.PushPlan, tensors: Tensors) -> None:
+        times, failure = Times(plan), None
+        try:
+            feed.run(plan, self._layout, tensors, times)
+            log.info("weights_exported", rank=self._rank, version=plan.version.number, bytes=times.byte_count)
+        except Exception as error:
+            failure = error
+            raise
+        finally:
+            if times.on:
+                with suppress(WeightplaneError):
+                    told = rank_pb2.RankRequest(push_times=times.told(failure))
+                    self._link.send(told, Patience(TOLD_SECONDS))
 
     def _by_another(self, result: rank_pb2.PushResult) -> bool:
         """What this rank met, such as a broken collective, came of another one's end."""
@@ -164,6 +181,11 @@ class Pushes:
         if self._unsettled == sequence:
             self._unsettled = 0
             self.held.settle(released=released, failed=failed)
+
+
+def _log_fields(plan: rank_pb2.PushPlan) -> dict[str, str]:
+    """As every process of the fleet names an update in its log."""
+    return {"update_id": plan.update_id} | ({"trace_id": plan.traced} if plan.traced else {})
 
 
 def _whole(result: rank_pb2.PushResult) -> bool:

@@ -44,6 +44,7 @@ class RankRequest(_message.Message):
     LINK_MADE_FIELD_NUMBER: _builtins.int
     DELTA_CHOSEN_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
+    PUSH_TIMES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___Join:
         """First."""
@@ -88,6 +89,10 @@ class RankRequest(_message.Message):
     def devices(self) -> Global___DevicesAsked:
         """The rank entered take_devices() or give_devices()."""
 
+    @_builtins.property
+    def push_times(self) -> Global___PushTimes:
+        """Where the time of a push went; only after a plan with `traced`."""
+
     def __init__(
         self,
         *,
@@ -102,12 +107,13 @@ class RankRequest(_message.Message):
         link_made: Global___LinkMade | None = ...,
         delta_chosen: Global___DeltaChosen | None = ...,
         devices: Global___DevicesAsked | None = ...,
+        push_times: Global___PushTimes | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "push_times", b"push_times", "send_chunk", b"send_chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "push_times", b"push_times", "send_chunk", b"send_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen", "devices"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen", "devices", "push_times"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -490,6 +496,82 @@ class PushFailed(_message.Message):
 Global___PushFailed: _TypeAlias = PushFailed  # noqa: Y015
 
 @_typing.final
+class PushTimes(_message.Message):
+    """Where this rank's part of a push went, for the agent to make spans of: no exporter lives inside a training process."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    WHOLE_FIELD_NUMBER: _builtins.int
+    STRETCHES_FIELD_NUMBER: _builtins.int
+    BYTE_COUNT_FIELD_NUMBER: _builtins.int
+    SOURCE_SECONDS_FIELD_NUMBER: _builtins.int
+    ERROR_REASON_FIELD_NUMBER: _builtins.int
+    update_id: _builtins.str
+    """The update."""
+    byte_count: _builtins.int
+    """Bytes that it exported; 0: it only took part in the iteration."""
+    source_seconds: _builtins.float
+    """Within the export: how long the source took to yield its tensors, the model's collectives included."""
+    error_reason: _builtins.str
+    """Why it ended, if not well: an ErrorInfo reason, or an exception's name."""
+    @_builtins.property
+    def whole(self) -> Global___PushStretch:
+        """Its part: from the plan to the last announcement, or to what ended it."""
+
+    @_builtins.property
+    def stretches(self) -> _containers.RepeatedCompositeFieldContainer[Global___PushStretch]:
+        """What it consists of, in order."""
+
+    def __init__(
+        self,
+        *,
+        update_id: _builtins.str = ...,
+        whole: Global___PushStretch | None = ...,
+        stretches: _abc.Iterable[Global___PushStretch] | None = ...,
+        byte_count: _builtins.int = ...,
+        source_seconds: _builtins.float = ...,
+        error_reason: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["whole", b"whole"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["byte_count", b"byte_count", "error_reason", b"error_reason", "source_seconds", b"source_seconds", "stretches", b"stretches", "update_id", b"update_id", "whole", b"whole"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushTimes: _TypeAlias = PushTimes  # noqa: Y015
+
+@_typing.final
+class PushStretch(_message.Message):
+    """From where to where, in nanoseconds of Unix time."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    START_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    END_UNIX_NANOS_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """gather, export. Empty: of the whole."""
+    start_unix_nanos: _builtins.int
+    """Its begin."""
+    end_unix_nanos: _builtins.int
+    """Its end."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        start_unix_nanos: _builtins.int = ...,
+        end_unix_nanos: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["end_unix_nanos", b"end_unix_nanos", "name", b"name", "start_unix_nanos", b"start_unix_nanos"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushStretch: _TypeAlias = PushStretch  # noqa: Y015
+
+@_typing.final
 class DevicesAsked(_message.Message):
     """The rank entered take_devices() or give_devices()."""
 
@@ -820,6 +902,7 @@ class PushPlan(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     KEEP_WHOLE_FIELD_NUMBER: _builtins.int
     LINK_HOST_FIELD_NUMBER: _builtins.int
+    TRACED_FIELD_NUMBER: _builtins.int
     update_id: _builtins.str
     """The update."""
     plan_digest: _builtins.bytes
@@ -834,6 +917,8 @@ class PushPlan(_message.Message):
     """The agent reads the whole version after the commit too: keep all of it, not a ring of chunks."""
     link_host: _builtins.str
     """Address of this host at which engines of other hosts reach this rank; for links."""
+    traced: _builtins.str
+    """The agent makes spans: say push_times. It is the trace's id, in hexadecimal, for the rank's log. Empty: it does not."""
     @_builtins.property
     def version(self) -> _version_pb2.WeightVersion:
         """Its version."""
@@ -859,10 +944,11 @@ class PushPlan(_message.Message):
         sequence: _builtins.int = ...,
         keep_whole: _builtins.bool = ...,
         link_host: _builtins.str = ...,
+        traced: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "chunk_bytes", b"chunk_bytes", "keep_whole", b"keep_whole", "link_host", b"link_host", "plan_digest", b"plan_digest", "plan_revision", b"plan_revision", "sequence", b"sequence", "shared_slots", b"shared_slots", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assignments", b"assignments", "chunk_bytes", b"chunk_bytes", "keep_whole", b"keep_whole", "link_host", b"link_host", "plan_digest", b"plan_digest", "plan_revision", b"plan_revision", "sequence", b"sequence", "shared_slots", b"shared_slots", "traced", b"traced", "update_id", b"update_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
