@@ -42,7 +42,9 @@ def doctor(
     Changes nothing. Run it where an agent is to run, in its environment. Ends with 1 if something is wrong.
     """
     from controlplane.cli.doctor_checks import Verdict, of_this_host
+    from controlplane.rpc.logs import configure_logging
 
+    configure_logging("doctor", level="ERROR")  # the agents' code that is tried speaks of links; the table does too
     daemons, refused = _daemons(config)
     found = [*of_this_host(), *refused, *_certificates(daemons)]
     found += asyncio.run(_of_others(coordinator, timeout, _shown_by(daemons), link=link))

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from controlplane.core.errors import WeightplaneError
+from controlplane.rpc.logs import configure_logging
 
 Asked = dict[str, Any]
 
@@ -71,6 +72,7 @@ PROBES: dict[str, Callable[[Asked], None]] = {
 
 
 def main() -> None:
+    configure_logging("doctor", level="ERROR")
     asked = json.loads(sys.stdin.readline())
     problem = ""
     try:

@@ -37,7 +37,7 @@ async def test_what_commands_say_of_a_fleet_is_so(tmp_path: Path) -> None:
             weightplane(fleet, "why", "2", "--stacks"),
             weightplane(fleet, "verify"),
             weightplane(fleet, "watch", "--json", "--count", "1"),
-            weightplane(fleet, "doctor", "--link", "--json"),
+            weightplane(fleet, "doctor", "--json"),
         )
         assert code == ExitCode.OK
         newest, first = json.loads(listed)["updates"]
@@ -52,9 +52,6 @@ async def test_what_commands_say_of_a_fleet_is_so(tmp_path: Path) -> None:
         checks = {c["name"]: c for c in json.loads(looked)["checks"]}
         assert (checks["coordinator"]["verdict"], checks["clock"]["verdict"]) == ("good", "good")
         assert checks["engines"]["found"] == "2 are reached at their addresses"
-        assert checks["link inline"]["found"].startswith("2 engines answer")
-        assert checks["shared memory of engines"]["found"] == "2 of 2 engines share this /dev/shm"
-        assert (checks["link shared_memory"]["verdict"], checks["link broadcast"]["verdict"]) == ("good", "note")
         assert (well == ExitCode.OK) == json.loads(looked)["good"]
         stream.cut()
 
@@ -123,3 +120,13 @@ async def test_verify_fails_where_one_engine_holds_nothing_and_why_refuses_what_
         assert error.startswith("weightplane: no update no-such-update is known")
         assert lines == ExitCode.OK
         assert "update_decided policy: version 1.1 committed" in events
+
+
+@pytest.mark.slow
+async def test_doctor_tries_each_transport_from_where_ranks_run(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path) as fleet:
+        _, looked, _ = await weightplane(fleet, "doctor", "--link", "--json")
+    checks = {c["name"]: c for c in json.loads(looked)["checks"]}
+    assert checks["link inline"]["found"].startswith("2 engines answer")
+    assert checks["shared memory of engines"]["found"] == "2 of 2 engines share this /dev/shm"
+    assert (checks["link shared_memory"]["verdict"], checks["link broadcast"]["verdict"]) == ("good", "note")

@@ -31,7 +31,7 @@ def test_a_far_end_on_another_host_is_told_from_one_that_reads(monkeypatch: pyte
 
 
 def test_bytes_that_changed_on_their_way_are_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links.xxhash, "xxh3_64_hexdigest", lambda data: "00" * 8)
+    monkeypatch.setattr("xxhash.xxh3_64_hexdigest", lambda data: "00" * 8)
     assert links.shared_memory().verdict is BAD
 
 
