@@ -53,20 +53,23 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
     members = members_of(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     door: RunningDoor | None = None
+
+    def end_metrics() -> None:
+        """Until there are some."""
+
     try:
         holder.life = first_life(settings, memory, members)
         door = door_of(holder, settings)
+        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
         security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
         server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
-        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
-    except PortUnavailable as error:
-        log.error("port_unavailable", cause=str(error))
+    except (PortUnavailable, ConfigError) as error:
+        refused = isinstance(error, ConfigError)
+        log.error("config_refused" if refused else "port_unavailable", cause=str(error))
+        end_metrics()
         if door is not None:
             await door.stop()
-        return ExitCode.PORT_IN_USE
-    except ConfigError as error:
-        log.error("config_refused", cause=str(error))
-        return ExitCode.CONFIG
+        return ExitCode.CONFIG if refused else ExitCode.PORT_IN_USE
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER

@@ -94,6 +94,8 @@ class EngineSettings:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
         if self.openai is not None and self.backend != "vllm":
             raise ValueError("openai: only vLLM has such an API; an in-memory engine has none")
+        if self.openai is not None:
+            self.openai.check_with(self.tls, self.insecure)
         if self.backend == "external" and self.initial == "serve":
             raise ValueError("initial = serve: what an external server holds is nobody's until an update (INV-1)")
         if self.apply not in ("staged", "streaming"):

@@ -147,7 +147,11 @@ def test_whose_file_it_is_follows_from_its_keys(tmp_path: Path) -> None:
         (found,) = daemons_of(write(tmp_path / name, text))
         assert (found.role, found.name, found.run_id) == wanted
     fleet = 'run_id = "r"\n[[groups]]\nname = "policy"\ncount = 2\n[engine]\nbackend = "memory"\n'
-    assert [str(d) for d in daemons_of(write(tmp_path / "fleet.toml", fleet))] == ["coordinator", "policy-0", "policy-1"]
+    assert [str(d) for d in daemons_of(write(tmp_path / "fleet.toml", fleet))] == [
+        "coordinator",
+        "policy-0",
+        "policy-1",
+    ]
 
 
 def test_settings_that_a_daemon_would_refuse_are_refused_in_its_words(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ everybody is an admin. A token, also a wrong one, is never shown in an error or 
 from __future__ import annotations
 
 import datetime
+from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import lru_cache
@@ -69,30 +70,38 @@ class Guard:
         """Raises Unauthenticated, PermissionDenied. From then on `caller` says who it is."""
         if not self.asks:
             return
-        principal = self._by_token(context) if self._tokens is not None else _by_certificate(context)
+        principal = self._by_token(context) if self._tokens is not None else by_uris(_uris(context))
         check_call(principal, method, self._security.run_id)
         _caller.set(principal)
 
     def _by_token(self, context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
         assert self._tokens is not None, "asked for where there are some"
         metadata: Any = context.invocation_metadata() or ()
-        shown = [value for key, value in metadata if key == "authorization"]
-        if len(shown) != 1 or not isinstance(shown[0], str) or not shown[0].lower().startswith(_BEARER):
-            raise Unauthenticated(cause="one bearer token is expected (authorization: Bearer …)")
-        principal = self._tokens.find(shown[0][len(_BEARER) :].strip(), datetime.datetime.now(datetime.UTC))
-        if principal is None:
-            raise Unauthenticated(cause="the token is not known here, or expired")
-        return principal
+        return by_token(self._tokens, [value for key, value in metadata if key == "authorization"])
 
 
-def _by_certificate(context: grpc.aio.ServicerContext[Any, Any]) -> Principal:
-    names = context.auth_context().get(_URI_OF_PEER, ())
+def by_token(tokens: Tokens, shown: Sequence[object]) -> Principal:
+    """Whose call it is, by its headers `authorization`. Raises Unauthenticated."""
+    if len(shown) != 1 or not isinstance(shown[0], str) or not shown[0].lower().startswith(_BEARER):
+        raise Unauthenticated(cause="one bearer token is expected (authorization: Bearer …)")
+    principal = tokens.find(shown[0][len(_BEARER) :].strip(), datetime.datetime.now(datetime.UTC))
+    if principal is None:
+        raise Unauthenticated(cause="the token is not known here, or expired")
+    return principal
+
+
+def by_uris(names: Sequence[bytes]) -> Principal:
+    """Whose call it is, by the URIs of its certificate. Raises Unauthenticated."""
     ours = [name for name in names if name.startswith(SCHEME.encode())]
     if len(ours) != 1:
         raise Unauthenticated(
             cause=f"its certificate has {len(ours)} names {SCHEME}://RUN/ROLE/NAME; exactly one says who it is"
         )
     return _identity(ours[0])
+
+
+def _uris(context: grpc.aio.ServicerContext[Any, Any]) -> Sequence[bytes]:
+    return tuple(context.auth_context().get(_URI_OF_PEER, ()))
 
 
 @lru_cache(maxsize=4096)
