@@ -37,6 +37,7 @@ from controlplane.core.fleet_events import (
 )
 from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.fleet_records import UpdateDecided
+from controlplane.core.kept_stacks import StackShelf
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import ModelName, RunId, Term, UpdateId
@@ -91,6 +92,7 @@ class Hub:
         first = self._view()
         self._happenings.see(first)
         self.view: Latest[operator_pb2.FleetView] = Latest(first)
+        self.stacks = StackShelf()
         self.start_carry: Callable[[Carry], None] = _no_carrier
         """Who brings versions from checkpoints; set by the daemon."""
         self._ledger = ledger
@@ -284,6 +286,13 @@ class Hub:
                 topic = self._routes[model, kept] = Latest(views.routes(self.core, model, 0, kept=kept))
         async for routes in topic.watch():
             yield routes
+
+    def find_update(self, update_id: UpdateId) -> UpdateTransaction:
+        """Raises UnknownUpdate."""
+        found = self.core.updates.get(update_id)
+        if found is None:
+            raise UnknownUpdate(update_id=update_id)
+        return found
 
     def watch_update(self, run_id: RunId, update_id: UpdateId) -> AsyncIterator[fleet_pb2.UpdateState]:
         self.check_run(run_id)

@@ -535,6 +535,62 @@ class AcceptLedgerResponse(_message.Message):
 Global___AcceptLedgerResponse: _TypeAlias = AcceptLedgerResponse  # noqa: Y015
 
 @_typing.final
+class GetStacksRequest(_message.Message):
+    """Asks for stacks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    update_id: _builtins.str
+    """The update."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        update_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStacksRequest: _TypeAlias = GetStacksRequest  # noqa: Y015
+
+@_typing.final
+class GetStacksResponse(_message.Message):
+    """What was kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    REPORT_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.KeptStacks]:
+        """Each process, by name."""
+
+    @_builtins.property
+    def report_time(self) -> _timestamp_pb2.Timestamp:
+        """When the last of them came."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[_fleet_pb2.KeptStacks] | None = ...,
+        report_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report_time", b"report_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "report_time", b"report_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStacksResponse: _TypeAlias = GetStacksResponse  # noqa: Y015
+
+@_typing.final
 class GetFleetRequest(_message.Message):
     """Asks for the fleet."""
 
