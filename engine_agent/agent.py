@@ -61,7 +61,7 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         holder.life = first_life(settings, memory, members)
         door = door_of(holder, settings)
         end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
         server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
     except (PortUnavailable, ConfigError) as error:
         refused = isinstance(error, ConfigError)

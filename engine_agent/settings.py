@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from controlplane.core.pauses import KEEP, PausePolicy
+from controlplane.core.rates import DEFAULT_RATES, RateSettings
 from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
 from engine_agent.external.settings import ExternalSettings
 from engine_agent.memory_model import MemorySettings
@@ -79,6 +80,8 @@ class EngineSettings:
 
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
+    rate: RateSettings = DEFAULT_RATES
+    """How often one caller may call what steers or looks; sessions, weights and tokens are not counted."""
     insecure: bool = False
     """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
 

@@ -27,6 +27,7 @@ from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.plan import LinkFate, Transport
+from controlplane.core.rates import DEFAULT_RATES, RateSettings
 from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
@@ -101,6 +102,8 @@ class CoordinatorSettings:
 
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
+    rate: RateSettings = DEFAULT_RATES
+    """How often one caller may call what steers or looks; sessions, weights and tokens are not counted."""
     insecure: bool = False
     """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
 
@@ -134,7 +137,7 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value), tls=settings.tls))
         page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, _guard_of_page(settings)))
         more = [add_channelz] if settings.channelz else []
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
         server = await start_server(settings.listen, [*_services(hub, proxy), *more], security)
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))

@@ -26,7 +26,7 @@ checks that the table is complete.
 
 from __future__ import annotations
 
-from controlplane.core.errors.access import IdentityMismatch, PermissionDenied, Unauthenticated
+from controlplane.core.errors.access import IdentityMismatch, PermissionDenied, RateLimited, Unauthenticated
 from controlplane.core.errors.failures import (
     CanaryDisagrees,
     CanaryFailed,
@@ -155,6 +155,7 @@ __all__ = [
     "NotWelcomed",
     "PeerLost",
     "PermissionDenied",
+    "RateLimited",
     "Refused",
     "RequestAborted",
     "RequestConflict",
