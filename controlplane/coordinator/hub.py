@@ -18,6 +18,7 @@ from controlplane import failpoints
 from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
 from controlplane.coordinator.metrics import count_decided
+from controlplane.coordinator.token_lags import TokenLags
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
@@ -87,10 +88,11 @@ class Hub:
         self.heartbeat_seconds = heartbeat_seconds
         self.clock_shift = time.time() - time.monotonic()
         """Seconds that turn the core's time into the clock's: of one moment, so that dates do not move."""
-        self._decided, self._happenings = views.Decided(), Happenings()
+        self._decided, self._happenings, self._lags = views.Decided(), Happenings(), TokenLags()
         self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
         first = self._view()
         self._happenings.see(first)
+        self._lags.see(first)
         self.view: Latest[operator_pb2.FleetView] = Latest(first)
         self.stacks = StackShelf()
         self.start_carry: Callable[[Carry], None] = _no_carrier
@@ -173,6 +175,7 @@ class Hub:
                 return self.view.value
             view = self._view()
             self._happenings.show(view)
+            self._lags.show(view)
             return view
 
     async def preview(self, run_id: str, model: str, transport: Transport | None, fate: LinkFate | None) -> Preview:
@@ -256,6 +259,7 @@ class Hub:
     def _publish_views(self) -> None:
         view = self._view()
         self._happenings.see(view)
+        self._lags.see(view)
         self.view.set(view)
         for (model, kept), topic in self._routes.items():
             new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)

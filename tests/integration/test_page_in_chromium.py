@@ -38,7 +38,7 @@ STATES: dict[str, Callable[[], operator_pb2.FleetView]] = {
     "two-hundred": scripted_fleet.two_hundred,
 }
 SEEN = {
-    "healthy": ["6 of 6", "1.10 committed", "tokens that the engines' present lives made", "shared memory"],
+    "healthy": ["6 of 6", "1.10 committed", "tokens that engines made", "shared memory"],
     "updating": ["1.6 go", "4 installing", "unset", "stands still"],
     "poisoned": ["3 of 6", "1 poisoned", "1 unknown", "CANARY_FAILED", "operator (ann)", "last said: serving"],
     "recovering": ["waits for its engines' reports", "Not heard yet: engine-2, engine-3", "coordinator term 2"],
