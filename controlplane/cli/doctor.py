@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controlplane.cli.bar import bar
 from controlplane.cli.credentials import credentials
 from controlplane.cli.ending import reported
 from controlplane.cli.options import DEFAULT_COORDINATOR, DEFAULT_SECONDS, Coordinator, Timeout, new_console
@@ -52,7 +53,9 @@ def doctor(
         from controlplane.cli.doctor_links import of_links
 
         host = next((d.link_host for d in daemons if d.link_host), "")
-        found += of_links(host, next((d.checkpoint_root for d in daemons if d.checkpoint_root), None))
+        root = next((d.checkpoint_root for d in daemons if d.checkpoint_root), None)
+        with bar("trying links", quiet=as_json) as trying:
+            found += of_links(host, root, lambda name: trying(said=name))
     if as_json:
         typer.echo(json.dumps(checks_json(found), indent=2))
     else:

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,14 +43,21 @@ class ProbeFailed(Exception):
     """The far end did not get the bytes, or did not answer."""
 
 
-def of_links(link_host: str, checkpoint_root: Path | None) -> list[Check]:
-    """All that can be tried without an engine."""
-    return [
-        shared_memory(),
-        broadcast(link_host) if installed("torch") else _without_torch("broadcast"),
-        cuda_ipc() if installed("torch") else _without_torch("cuda_ipc"),
-        *([] if checkpoint_root is None else [checkpoint(checkpoint_root)]),
-    ]
+def of_links(link_host: str, checkpoint_root: Path | None, told: Callable[[str], None]) -> list[Check]:
+    """All that can be tried without an engine. `told` hears what is tried."""
+    torch = bool(installed("torch"))
+    tries: dict[str, Callable[[], Check]] = {
+        "shared_memory": shared_memory,
+        "broadcast": lambda: broadcast(link_host) if torch else _without_torch("broadcast"),
+        "cuda_ipc": lambda: cuda_ipc() if torch else _without_torch("cuda_ipc"),
+    }
+    if checkpoint_root is not None:
+        tries["checkpoint"] = lambda: checkpoint(checkpoint_root)
+    found = []
+    for name, try_it in tries.items():
+        told(name)
+        found.append(try_it())
+    return found
 
 
 def shared_memory() -> Check:

@@ -35,6 +35,7 @@ def test_bytes_that_changed_on_their_way_are_a_finding(monkeypatch: pytest.Monke
     assert links.shared_memory().verdict is BAD
 
 
+@pytest.mark.slow
 def test_a_link_is_joined_by_another_process_and_its_probe_compared() -> None:
     found = links.broadcast("127.0.0.1")
     assert (found.verdict, found.found.startswith("another process joined")) == (GOOD, True)
