@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -63,13 +64,14 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
         security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
         server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
-    except (PortUnavailable, ConfigError) as error:
-        refused = isinstance(error, ConfigError)
-        log.error("config_refused" if refused else "port_unavailable", cause=str(error))
-        end_metrics()
-        if door is not None:
-            await door.stop()
-        return ExitCode.CONFIG if refused else ExitCode.PORT_IN_USE
+    except PortUnavailable as error:
+        log.error("port_unavailable", cause=str(error))
+        await _close(end_metrics, door)
+        return ExitCode.PORT_IN_USE
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        await _close(end_metrics, door)
+        return ExitCode.CONFIG
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
         return ExitCode.LEDGER
@@ -88,6 +90,13 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
         end_metrics()
         await server.stop()
         log.info("engine_agent_stopped")
+
+
+async def _close(end_metrics: Callable[[], None], door: RunningDoor | None) -> None:
+    """What a start that failed had bound."""
+    end_metrics()
+    if door is not None:
+        await door.stop()
 
 
 class _Agent:

@@ -142,12 +142,14 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
-    except (ConfigError, OSError) as error:
-        refused = isinstance(error, ConfigError)
-        log.error("config_refused" if refused else "port_unavailable", cause=str(error))
-        await beside.aclose()
-        await loop.run_in_executor(writer, ledger.close)
-        return ExitCode.CONFIG if refused else ExitCode.PORT_IN_USE
+    except ConfigError as error:
+        log.error("config_refused", cause=str(error))
+        await _close(beside, loop, writer, ledger)
+        return ExitCode.CONFIG
+    except OSError as error:
+        log.error("port_unavailable", cause=str(error))
+        await _close(beside, loop, writer, ledger)
+        return ExitCode.PORT_IN_USE
     if page:
         log.info("page_ready", url=page)
         if settings.web_address_file is not None:
@@ -162,6 +164,14 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
         await loop.run_in_executor(writer, ledger.close)
         writer.shutdown()
         log.info("coordinator_stopped")
+
+
+async def _close(
+    beside: AsyncExitStack, loop: asyncio.AbstractEventLoop, writer: ThreadPoolExecutor, ledger: SqliteLedger
+) -> None:
+    """What a start that failed had taken."""
+    await beside.aclose()
+    await loop.run_in_executor(writer, ledger.close)
 
 
 def _guard_of_page(settings: CoordinatorSettings) -> HttpGuard:
