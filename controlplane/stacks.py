@@ -1,13 +1,15 @@
 """What a process of this host is doing: the stacks of its threads, taken from outside by py-spy.
 
-Promises: bounded in time, in text and in how many are looked at; never an error: what cannot be looked at is answered
-with the reason. The process is stopped for some milliseconds and goes on. py-spy is optional (an extra of the agents),
-and needs the right to trace: root, or CAP_SYS_PTRACE where the kernel restricts it.
+Promises: bounded in time, in text and in how many are looked at; no values of variables and no command lines, which may
+hold secrets; never an error: what cannot be looked at is answered with the reason. The process is stopped for some
+milliseconds and goes on. py-spy is optional (an extra of the agents), and needs the right to trace: root, or
+CAP_SYS_PTRACE where the kernel restricts it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import re
 import shutil
 import sys
 from collections.abc import Mapping
@@ -23,6 +25,9 @@ MAX_PROCESSES = 32
 """Of one dump; the others are named and not looked at."""
 AT_ONCE = 4
 """Dumps side by side: each takes a core for its time."""
+
+
+_COMMAND = re.compile(r"^(Process \d+):.*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +74,12 @@ async def _dump(name: str, pid: int, turns: asyncio.Semaphore) -> Stacks:
                 await process.wait()
     if process.returncode:
         return Stacks(name, pid, problem=f"py-spy: {_last_line(error) or f'exit code {process.returncode}'}")
-    return Stacks(name, pid, text=out[:MAX_TEXT_LENGTH].decode(errors="replace"))
+    return Stacks(name, pid, text=without_command(out[:MAX_TEXT_LENGTH].decode(errors="replace")))
+
+
+def without_command(text: str) -> str:
+    """py-spy begins with the process's id and its arguments, among which people put keys."""
+    return _COMMAND.sub(r"\1", text)
 
 
 def _program() -> str | None:

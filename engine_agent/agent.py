@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -60,19 +61,23 @@ async def _run(settings: EngineSettings, stop: asyncio.Event) -> int:
     members = members_of(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
     door: RunningDoor | None = None
+
+    def end_metrics() -> None:
+        """Until there are some."""
+
     try:
         holder.life = first_life(settings, memory, members)
         door = door_of(holder, settings)
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
-        server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
         end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
+        server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
     except PortUnavailable as error:
         log.error("port_unavailable", cause=str(error))
-        if door is not None:
-            await door.stop()
+        await _close(end_metrics, door)
         return ExitCode.PORT_IN_USE
     except ConfigError as error:
         log.error("config_refused", cause=str(error))
+        await _close(end_metrics, door)
         return ExitCode.CONFIG
     except LedgerError as error:
         log.error("memory_failed", cause=str(error))
@@ -92,6 +97,13 @@ async def _run(settings: EngineSettings, stop: asyncio.Event) -> int:
         end_metrics()
         await server.stop()
         log.info("engine_agent_stopped")
+
+
+async def _close(end_metrics: Callable[[], None], door: RunningDoor | None) -> None:
+    """What a start that failed had bound."""
+    end_metrics()
+    if door is not None:
+        await door.stop()
 
 
 class _Agent:

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from controlplane.config import ConfigError
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
 from controlplane.core.errors import EngineDied
 from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
+from controlplane.rpc.security import HttpGuard, http_tls
 from engine_agent.engine import Engine
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.lifecycle_service import LifecycleService
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 
 
 def door_of(holder: EngineLifeHolder, settings: EngineSettings) -> RunningDoor | None:
-    """Raises PortUnavailable."""
+    """Raises PortUnavailable, ConfigError."""
     asked = settings.openai
     if asked is None:
         return None
@@ -55,7 +57,13 @@ def door_of(holder: EngineLifeHolder, settings: EngineSettings) -> RunningDoor |
         assert isinstance(life.engine, VllmEngine)  # the settings refuse the door of any other
         return await api_app(life, life.engine, asked)
 
-    return RunningDoor(holder, asked, build)
+    try:
+        guard = HttpGuard(http_tls(settings.tls, asked.tokens), settings.run_id)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("openai", str(error)) from error
+    return RunningDoor(holder, asked, build, guard)
 
 
 def membership_of(settings: EngineSettings) -> Membership:

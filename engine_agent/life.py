@@ -28,11 +28,12 @@ from controlplane.core.errors import (
     InstallTimedOut,
     WeightplaneError,
 )
+from controlplane.core.lag import LAG_BINS
 from controlplane.core.layout import TAKES_FORMAT
 from controlplane.core.pauses import KEEP, PausePolicy
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
-from controlplane.rpc.metrics import INSTALLS, PAUSE_PARTS, PAUSE_SECONDS, TOKENS
+from controlplane.rpc.metrics import INSTALLS, PAUSE_PARTS, PAUSE_SECONDS, TOKEN_LAG
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.gate import Gate
@@ -49,9 +50,6 @@ from engine_agent.requests import Requests
 from engine_agent.streaming import StreamingInstall
 
 log = structlog.get_logger(__name__)
-
-LAGS_COUNTED = 9
-"""0 to 7 fleet commits, and more."""
 
 
 class EngineLife:
@@ -86,7 +84,7 @@ class EngineLife:
         self.owed_reference: CanaryReference | None = None
         """What the canary that was put off last is to be compared with."""
         self.requests = Requests(engine, self._count, self._disagree, self._made)
-        self.tokens_by_lag = [0] * LAGS_COUNTED
+        self.tokens_by_lag = [0] * LAG_BINS
         """Tokens made so far, by how many fleet commits their version was behind then."""
         self.waiting = 0
         """Requests outside the gate."""
@@ -220,9 +218,9 @@ class EngineLife:
         self.apply(events.RequestsCounted(live, waiting, tuple(self.tokens_by_lag)))
 
     def _made(self, version: WeightVersion, count: int) -> None:
-        lag = min(self.core.commits.lag(version), LAGS_COUNTED - 1)
-        self.tokens_by_lag[lag] += count
-        TOKENS.labels(str(lag)).inc(count)
+        lag = self.core.commits.lag(version)
+        self.tokens_by_lag[min(lag, LAG_BINS - 1)] += count
+        TOKEN_LAG.count(self.core.state.model, lag, count)
 
     @contextmanager
     def waiting_outside(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from controlplane.core.pauses import KEEP, PausePolicy
+from controlplane.core.rates import DEFAULT_RATES, RateSettings
 from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
 from controlplane.tracing import BY_ENVIRONMENT, TracingSettings
 from engine_agent.external.settings import ExternalSettings
@@ -85,6 +86,8 @@ class EngineSettings:
     """Whether and where it sends OpenTelemetry spans: see docs/tracing.md."""
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
+    rate: RateSettings = DEFAULT_RATES
+    """How often one caller may call what steers or looks; sessions, weights and tokens are not counted."""
     insecure: bool = False
     """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
 
@@ -100,6 +103,8 @@ class EngineSettings:
             raise ValueError("transports: every engine takes inline, the way that is left where no other works")
         if self.openai is not None and self.backend != "vllm":
             raise ValueError("openai: only vLLM has such an API; an in-memory engine has none")
+        if self.openai is not None:
+            self.openai.check_with(self.tls, self.insecure)
         if self.backend == "external" and self.initial == "serve":
             raise ValueError("initial = serve: what an external server holds is nobody's until an update (INV-1)")
         if self.apply not in ("staged", "streaming"):

@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 
 from controlplane.cli.ask import asking, get_fleet
+from controlplane.cli.bar import bar
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.fleet_table import version_text
 from controlplane.core.errors import EngineNotReady, StaleVersion, UpdateInProgress
@@ -64,11 +65,13 @@ async def drain(target: Target, owner: str, wait: float) -> str:
     async with _agent(target) as found:
         request = lifecycle_pb2.DrainRequest(**found.life, owner=owner)
         status = (await found.lifecycle.Drain(request, timeout=target.timeout)).status
-        until = time.monotonic() + wait
-        while status.live_requests and time.monotonic() < until:
-            await asyncio.sleep(LOOK_SECONDS)
-            asked = lifecycle_pb2.GetStatusRequest(run_id=found.run_id)
-            status = (await found.lifecycle.GetStatus(asked, timeout=target.timeout)).status
+        began = time.monotonic()
+        with bar(f"draining {target.engine_id}", wait) as waited:
+            while status.live_requests and time.monotonic() - began < wait:
+                waited(time.monotonic() - began, f"{status.live_requests} requests are in it")
+                await asyncio.sleep(LOOK_SECONDS)
+                asked = lifecycle_pb2.GetStatusRequest(run_id=found.run_id)
+                status = (await found.lifecycle.GetStatus(asked, timeout=target.timeout)).status
     if wait and status.live_requests:
         raise _not_yet(f"{target.engine_id}: {status.live_requests} requests are in it still", wait)
     return f"{target.engine_id} takes nothing new; {status.live_requests} requests are in it"
@@ -208,15 +211,17 @@ async def _watch(
     what: str,
 ) -> None:
     """Look until it came about. Raises CommandFailed after `wait` seconds, with what the engine is meanwhile."""
-    until = time.monotonic() + wait
-    while True:
-        engine = _engine(await get_fleet(target.coordinator, target.timeout), target.engine_id)
-        if came_about(engine):
-            return
-        if time.monotonic() > until:
+    began = time.monotonic()
+    with bar(f"waiting for {target.engine_id}", wait) as waited:
+        while True:
+            engine = _engine(await get_fleet(target.coordinator, target.timeout), target.engine_id)
+            if came_about(engine):
+                return
             word = "not connected" if engine is None or not engine.known else engine.status.word
-            raise _not_yet(f"{target.engine_id}: {what}; it is {word}", wait)
-        await asyncio.sleep(LOOK_SECONDS)
+            if time.monotonic() - began > wait:
+                raise _not_yet(f"{target.engine_id}: {what}; it is {word}", wait)
+            waited(time.monotonic() - began, f"it is {word}")
+            await asyncio.sleep(LOOK_SECONDS)
 
 
 def _not_yet(what: str, wait: float) -> CommandFailed:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controlplane.cli.bar import bar
 from controlplane.cli.ending import reported
 from controlplane.cli.options import DEFAULT_COORDINATOR, DEFAULT_SECONDS, Coordinator, Timeout
 from controlplane.exit_codes import ExitCode
@@ -36,7 +37,8 @@ def verify(state_dir: StateDir = DEFAULT) -> int:
     """Say what cannot be true of the ledger. Ends with 0 if all is well, with 1 if not."""
     from controlplane.ledger import inspect
 
-    problems = inspect.verify(state_dir / "ledger.sqlite")
+    with bar("looking at the ledger") as looking:
+        problems = inspect.verify(state_dir / "ledger.sqlite", lambda part: looking(said=part))
     for problem in problems:
         typer.echo(problem)
     if not problems:

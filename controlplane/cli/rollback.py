@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controlplane.cli.bar import bar
 from controlplane.cli.ending import CommandFailed, reported
 from controlplane.cli.options import DEFAULT_COORDINATOR, DEFAULT_SECONDS, Coordinator, Timeout, new_console
 from controlplane.exit_codes import ExitCode
@@ -91,19 +92,30 @@ async def _follow(channel: grpc.aio.Channel, run_id: str, update_id: str) -> fle
     fleet = fleet_pb2_grpc.FleetStub(channel)
     request = fleet_pb2.WatchUpdateRequest(run_id=run_id, update_id=update_id)
     state, heard = fleet_pb2.UpdateState(), time.monotonic()
-    while state.phase not in _decided():
-        try:
-            async for response in fleet.WatchUpdate(request):
-                for line in changes(state, response.state):
-                    typer.echo(line)
-                state, heard = response.state, time.monotonic()
-        except grpc.aio.AioRpcError as broken:
-            away = broken.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            if not away or time.monotonic() - heard > SILENCE_SECONDS:
-                raise
-        if state.phase not in _decided():
-            await asyncio.sleep(AGAIN_SECONDS)
+    with bar("waiting for engines", 1.0) as share:
+        while state.phase not in _decided():
+            try:
+                async for response in fleet.WatchUpdate(request):
+                    for line in changes(state, response.state):
+                        typer.echo(line)
+                    state, heard = response.state, time.monotonic()
+                    share(*_share_ended(state))
+            except grpc.aio.AioRpcError as broken:
+                away = broken.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+                if not away or time.monotonic() - heard > SILENCE_SECONDS:
+                    raise
+                share(_share_ended(state)[0], "the coordinator does not answer")
+            if state.phase not in _decided():
+                await asyncio.sleep(AGAIN_SECONDS)
     return state
+
+
+def _share_ended(state: fleet_pb2.UpdateState) -> tuple[float, str]:
+    """Of the engines: those about which nothing more is waited for."""
+    from controlplane.cli.why_text import ENDED
+
+    ended = sum(o.lost or o.stage in ENDED for o in state.engines)
+    return ended / max(1, len(state.engines)), f"{ended} of {len(state.engines)}"
 
 
 def _decided() -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -46,7 +47,8 @@ def why(
         str, typer.Argument(metavar="UPDATE", help="Its id or how that begins, its version (7, or 1.7), or: latest.")
     ] = LATEST,
     stacks: Annotated[
-        bool, typer.Option("--stacks", help="Ask the engines that it waits for what their processes are doing.")
+        bool,
+        typer.Option("--stacks", help="Show what processes were doing when its limit came, and do now if it is open."),
     ] = False,
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     as_json: AsJson = False,
@@ -60,11 +62,13 @@ def why(
     view = asyncio.run(get_fleet(coordinator, timeout))
     found, now = find(view, update), seconds_of(view.time)
     if as_json:
-        typer.echo(json.dumps(why_json(view, found, now), indent=2))
+        kept = {"stacks": asyncio.run(_kept(coordinator, timeout, found.update_id))} if stacks else {}
+        typer.echo(json.dumps(why_json(view, found, now) | kept, indent=2))
         return ExitCode.OK
     new_console().print(render_why(view, found, now))
     if stacks:
-        for text in asyncio.run(_stacks(view, {w.who for w in waits(view, found, now)})):
+        names = {w.who for w in waits(view, found, now)}
+        for text in asyncio.run(_all_stacks(coordinator, timeout, view, found.update_id, names)):
             typer.echo(f"\n{text}")
     return ExitCode.OK
 
@@ -83,6 +87,32 @@ def find(view: operator_pb2.FleetView, wanted: str) -> fleet_pb2.UpdateState:
     if len({u.update_id for u in found}) > 1:
         raise CommandFailed(ExitCode.FAILED, f"{wanted} is several: {', '.join(u.update_id for u in found)}")
     return found[0]
+
+
+async def _all_stacks(
+    coordinator: str, timeout: float, view: operator_pb2.FleetView, update_id: str, names: set[str]
+) -> list[str]:
+    return [*await _kept(coordinator, timeout, update_id), *await _stacks(view, names)]
+
+
+async def _kept(coordinator: str, timeout: float, update_id: str) -> list[str]:
+    """What the coordinator was told when the update's limit came; kept after its decision too."""
+    from controlplane.cli.ask import asking
+    from controlplane.cli.updates_table import seconds_of
+    from controlplane.core.errors import WeightplaneError
+    from weightplane.v1 import operator_pb2, operator_pb2_grpc
+
+    try:
+        async with asking(coordinator) as channel:
+            request = operator_pb2.GetStacksRequest(update_id=update_id)
+            kept = await operator_pb2_grpc.OperatorStub(channel).GetStacks(request, timeout=timeout)
+    except (CommandFailed, WeightplaneError) as error:
+        return [f"no stacks are told: {error}"]
+    if not kept.processes:
+        return ["no stacks were kept: no limit came, or it is long ago, or the coordinator was started since"]
+    at = datetime.fromtimestamp(seconds_of(kept.report_time)).astimezone().isoformat(timespec="seconds")
+    each = [f"{p.name} (pid {p.pid}):\n{p.text or p.problem}" for p in kept.processes]
+    return [f"when its limit came, at {at}:", *each]
 
 
 async def _stacks(view: operator_pb2.FleetView, names: set[str]) -> list[str]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from controlplane.cli.bar import bar
 from controlplane.cli.ending import CommandFailed, reported
 from controlplane.cli.options import DEFAULT_COORDINATOR, DEFAULT_SECONDS, Coordinator, Timeout, new_console
 from controlplane.exit_codes import ExitCode
@@ -33,7 +34,7 @@ def verify(
     """
     from controlplane.cli.verify_fleet import compare, findings_json, render_findings
 
-    view, said = asyncio.run(_ask(coordinator, model, timeout))
+    view, said = asyncio.run(_ask(coordinator, model, timeout, quiet=as_json))
     findings = compare(view, said)
     if as_json:
         typer.echo(json.dumps(findings_json(view, findings), indent=2))
@@ -42,7 +43,9 @@ def verify(
     return ExitCode.OK if findings and all(f.good for f in findings) else ExitCode.FAILED
 
 
-async def _ask(coordinator: str, model: str, timeout: float) -> tuple[operator_pb2.FleetView, dict[str, Said]]:
+async def _ask(
+    coordinator: str, model: str, timeout: float, *, quiet: bool
+) -> tuple[operator_pb2.FleetView, dict[str, Said]]:
     """The view comes first: what an engine has applied since is then seen as a difference."""
     from controlplane.cli.ask import get_fleet
 
@@ -52,7 +55,14 @@ async def _ask(coordinator: str, model: str, timeout: float) -> tuple[operator_p
         del view.engines[:]
         view.engines.extend(others)
     turns = asyncio.Semaphore(AT_ONCE)
-    said = await asyncio.gather(*(_status(view.run_id, e, turns, timeout) for e in view.engines))
+    with bar("asking engines", len(view.engines), quiet=quiet) as answered:
+
+        async def asked(engine: operator_pb2.EngineView) -> Said:
+            said = await _status(view.run_id, engine, turns, timeout)
+            answered(said=engine.status.engine.engine_id)
+            return said
+
+        said = await asyncio.gather(*map(asked, view.engines))
     return view, dict(zip((e.status.engine.engine_id for e in view.engines), said, strict=True))
 
 

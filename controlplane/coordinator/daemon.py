@@ -27,18 +27,18 @@ from controlplane.coordinator.services import FleetService, OperatorService
 from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.plan import LinkFate, Transport
+from controlplane.core.rates import DEFAULT_RATES, RateSettings
 from controlplane.core.update_transaction import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger
 from controlplane.rpc.channelz import add_channelz, check_installed
 from controlplane.rpc.metrics import serve_metrics, watch_loop
-from controlplane.rpc.security import PLAIN, ServerSecurity, TlsSettings, check_listen
+from controlplane.rpc.security import PLAIN, HttpGuard, ServerSecurity, TlsSettings, check_listen, http_tls
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
 from controlplane.tracing import BY_ENVIRONMENT, TracingSettings, sending_spans
 from controlplane.web import serve_page
-from controlplane.web.server import check_address
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -90,10 +90,10 @@ class CoordinatorSettings:
     metrics_listen: str = ""
     """Address that answers GET /metrics; empty: none does."""
     web_listen: str = ""
-    """Address of the page, such as 127.0.0.1:7080; empty: there is none. It asks nobody for a password, so it is on
-    loopback, unless `web_trusted`."""
-    web_trusted: bool = False
-    """The page may be on any address, and answer under any name: whoever reaches it sees the fleet."""
+    """Address of the page, such as 127.0.0.1:7080; empty: there is none. It is for viewers, and asks for what `tls`
+    asks for; where that asks nobody, it is on loopback, or `insecure` is set."""
+    web_tokens: Path | None = None
+    """File of the tokens that the page takes, where other ports ask for certificates, which browsers seldom have."""
     channelz: bool = False
     """Serve grpc.channelz.v1 too: which connections and streams there are. Needs the extra `channelz`."""
     address_file: Path | None = None
@@ -105,6 +105,8 @@ class CoordinatorSettings:
     """Whether and where it sends OpenTelemetry spans: see docs/tracing.md."""
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
+    rate: RateSettings = DEFAULT_RATES
+    """How often one caller may call what steers or looks; sessions, weights and tokens are not counted."""
     insecure: bool = False
     """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
 
@@ -115,7 +117,7 @@ class CoordinatorSettings:
         if self.channelz:
             check_installed()
         if self.web_listen:
-            check_address(self.web_listen, trusted=self.web_trusted)
+            check_listen(self.web_listen, http_tls(self.tls, self.web_tokens), self.insecure, "web_listen")
         check_listen(self.listen, self.tls, self.insecure)
         if self.metrics_listen:
             check_listen(self.metrics_listen, replace(self.tls, tokens=None), self.insecure)
@@ -139,22 +141,22 @@ async def _run(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
         carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds, settings.tls)
         hub.start_carry = carrier.start
         proxy = RolloutProxy(hub, settings.max_rollout_calls, settings.tls)
-        more = [add_channelz] if settings.channelz else []
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
-        server = await start_server(settings.listen, [*_services(hub, proxy), *more], security)
+        # The contract's own port is the last: nobody is served by a coordinator that ends because another was taken.
         beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value), tls=settings.tls))
-        page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, trusted=settings.web_trusted))
+        page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, _guard_of_page(settings)))
+        more = [add_channelz] if settings.channelz else []
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
+        server = await start_server(settings.listen, [*_services(hub, proxy), *more], security)
     except LedgerError as error:
         log.error("ledger_failed", cause=str(error))
         return ExitCode.LEDGER
     except ConfigError as error:
         log.error("config_refused", cause=str(error))
-        await loop.run_in_executor(writer, ledger.close)
+        await _close(beside, loop, writer, ledger)
         return ExitCode.CONFIG
     except OSError as error:
         log.error("port_unavailable", cause=str(error))
-        await beside.aclose()
-        await loop.run_in_executor(writer, ledger.close)
+        await _close(beside, loop, writer, ledger)
         return ExitCode.PORT_IN_USE
     if page:
         log.info("page_ready", url=page)
@@ -170,6 +172,24 @@ async def _run(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
         await loop.run_in_executor(writer, ledger.close)
         writer.shutdown()
         log.info("coordinator_stopped")
+
+
+async def _close(
+    beside: AsyncExitStack, loop: asyncio.AbstractEventLoop, writer: ThreadPoolExecutor, ledger: SqliteLedger
+) -> None:
+    """What a start that failed had taken."""
+    await beside.aclose()
+    await loop.run_in_executor(writer, ledger.close)
+
+
+def _guard_of_page(settings: CoordinatorSettings) -> HttpGuard:
+    """Raises ConfigError: its files cannot be used."""
+    try:
+        return HttpGuard(http_tls(settings.tls, settings.web_tokens), settings.run_id)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError("", str(error)) from error
 
 
 async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer, stop: asyncio.Event) -> int:

@@ -19,6 +19,7 @@ from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
 from controlplane.coordinator.metrics import count_decided
 from controlplane.coordinator.spans import trace_decided
+from controlplane.coordinator.token_lags import TokenLags
 from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
@@ -38,6 +39,7 @@ from controlplane.core.fleet_events import (
 )
 from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.fleet_records import UpdateDecided
+from controlplane.core.kept_stacks import StackShelf
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import ModelName, RunId, Term, UpdateId
@@ -90,11 +92,13 @@ class Hub:
         self.heartbeat_seconds = heartbeat_seconds
         self.clock_shift = time.time() - time.monotonic()
         """Seconds that turn the core's time into the clock's: of one moment, so that dates do not move."""
-        self._decided, self._happenings = views.Decided(), Happenings()
+        self._decided, self._happenings, self._lags = views.Decided(), Happenings(), TokenLags()
         self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
         first = self._view()
         self._happenings.see(first)
+        self._lags.see(first)
         self.view: Latest[operator_pb2.FleetView] = Latest(first)
+        self.stacks = StackShelf()
         self.start_carry: Callable[[Carry], None] = _no_carrier
         """Who brings versions from checkpoints; set by the daemon."""
         self._ledger = ledger
@@ -182,6 +186,7 @@ class Hub:
                 return self.view.value
             view = self._view()
             self._happenings.show(view)
+            self._lags.show(view)
             return view
 
     async def preview(self, run_id: str, model: str, transport: Transport | None, fate: LinkFate | None) -> Preview:
@@ -285,6 +290,7 @@ class Hub:
     def _publish_views(self) -> None:
         view = self._view()
         self._happenings.see(view)
+        self._lags.see(view)
         self.view.set(view)
         for (model, kept), topic in self._routes.items():
             new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
@@ -315,6 +321,13 @@ class Hub:
                 topic = self._routes[model, kept] = Latest(views.routes(self.core, model, 0, kept=kept))
         async for routes in topic.watch():
             yield routes
+
+    def find_update(self, update_id: UpdateId) -> UpdateTransaction:
+        """Raises UnknownUpdate."""
+        found = self.core.updates.get(update_id)
+        if found is None:
+            raise UnknownUpdate(update_id=update_id)
+        return found
 
     def watch_update(self, run_id: RunId, update_id: UpdateId) -> AsyncIterator[fleet_pb2.UpdateState]:
         self.check_run(run_id)

@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from controlplane.core.update_transaction import UpdateTransaction
+from controlplane.rpc.lag_histogram import lag_buckets, lag_family
 from controlplane.rpc.metrics import UPDATE_PHASE_SECONDS, UPDATES
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
@@ -42,6 +43,10 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "trainer_step": ("The step that the trainer works on.", TRAINER),
 }
 """Name, less its prefix: what it means, its labels."""
+LAG_HISTOGRAM = (
+    "model_token_lag_commits",
+    "How stale the tokens of all engines of a model were that this coordinator heard of; above 7 is 8 in the sum.",
+)
 
 View = operator_pb2.FleetView
 
@@ -75,10 +80,10 @@ class FleetMetrics(Collector):
             _engine(made, engine, now)
         for trainer in view.trainers:
             _trainer(made, trainer, now)
-        return made.families.values()
+        return [*made.families.values(), _lags(view)]
 
     def describe(self) -> Iterable[Metric]:
-        return _Families().families.values()
+        return [*_Families().families.values(), _lags(View())]
 
 
 class _Families:
@@ -115,6 +120,14 @@ def _engine(made: _Families, engine: operator_pb2.EngineView, now: float) -> Non
     made.put("engine_poisoned", status.weights == engine_pb2.WEIGHTS_STATE_POISONED, name)
     made.put("engine_live_requests", status.live_requests, name)
     made.put("engine_waiting_requests", status.waiting_requests, name)
+
+
+def _lags(view: View) -> Metric:
+    family = lag_family(f"weightplane_{LAG_HISTOGRAM[0]}", LAG_HISTOGRAM[1])
+    for lags in view.token_lags:
+        behind = sum(lag * count for lag, count in enumerate(lags.tokens_by_lag))
+        family.add_metric([lags.model], lag_buckets(lags.tokens_by_lag), behind)
+    return family
 
 
 def _trainer(made: _Families, trainer: operator_pb2.TrainerView, now: float) -> None:

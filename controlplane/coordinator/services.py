@@ -15,8 +15,9 @@ from controlplane.coordinator.hub import Hub
 from controlplane.core import fleet_events as events
 from controlplane.core.access import Role, check_speaks_as
 from controlplane.core.engine_state import Refusal
-from controlplane.core.errors import FrameOutOfOrder, PeerLost
+from controlplane.core.errors import FrameOutOfOrder, PeerLost, StaleTerm
 from controlplane.core.fleet_records import CheckpointKept
+from controlplane.core.kept_stacks import ProcessStacks
 from controlplane.core.versions import (
     EngineId,
     Incarnation,
@@ -142,6 +143,20 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
             state=views.update_state(self._hub.core.updates[update_id], self._hub.clock_shift)
         )
 
+    async def ReportStacks(
+        self, request: fleet_pb2.ReportStacksRequest, context: Any
+    ) -> fleet_pb2.ReportStacksResponse:
+        self._hub.check_run(request.run_id)
+        update = self._hub.find_update(UpdateId(request.update_id))
+        holder = self._hub.core.trainers.get(update.model)
+        present = 0 if holder is None else int(holder.term)
+        if request.term != present or update.term != present:  # INV-7
+            raise StaleTerm(model=update.model, got=request.term, current=present)
+        self._check_holder(update.model, request.term)
+        told = [ProcessStacks(p.name, p.pid, p.text, p.problem) for p in request.processes]
+        self._hub.stacks.put(update.update_id, told, time.monotonic())
+        return fleet_pb2.ReportStacksResponse()
+
     async def PublishCheckpoint(
         self, request: fleet_pb2.PublishCheckpointRequest, context: Any
     ) -> fleet_pb2.PublishCheckpointResponse:
@@ -191,6 +206,11 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         self._hub.check_run(request.run_id)
         async for view in self._hub.view.watch():
             yield operator_pb2.WatchFleetResponse(fleet=view)
+
+    async def GetStacks(self, request: operator_pb2.GetStacksRequest, context: Any) -> operator_pb2.GetStacksResponse:
+        self._hub.check_run(request.run_id)
+        update = self._hub.find_update(UpdateId(request.update_id))
+        return views.kept_stacks(self._hub.stacks.get(update.update_id, time.monotonic()), self._hub.clock_shift)
 
     async def Rollback(self, request: operator_pb2.RollbackRequest, context: Any) -> operator_pb2.RollbackResponse:
         update = await self._hub.begin_update(

@@ -13,6 +13,7 @@ from controlplane.core.fleet_book import Doubt
 from controlplane.core.fleet_doubts import verification
 from controlplane.core.fleet_preview import Preview
 from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
+from controlplane.core.kept_stacks import Kept
 from controlplane.core.names import natural_key
 from controlplane.core.plan_costs import SenderCost, engine_costs, sender_costs
 from controlplane.core.update_transaction import Outcome, Phase, Times, UpdateTransaction
@@ -104,6 +105,11 @@ def update_state(update: UpdateTransaction, shift: float) -> fleet_pb2.UpdateSta
         deadline_time=None if update.phase.final else _date(update.deadline, shift),
         byte_count=update.byte_count,
     )
+
+
+def kept_stacks(kept: Kept, shift: float) -> operator_pb2.GetStacksResponse:
+    told = [fleet_pb2.KeptStacks(name=p.name, pid=p.pid, text=p.text, problem=p.problem) for p in kept.processes]
+    return operator_pb2.GetStacksResponse(processes=told, report_time=_date(kept.at, shift) if told else None)
 
 
 def _date(at: float | None, shift: float) -> Timestamp | None:

@@ -78,12 +78,14 @@ POLICY: Mapping[str, frozenset[Role]] = {
     "/weightplane.v1.Fleet/BeginUpdate": _may(_T),
     "/weightplane.v1.Fleet/WatchUpdate": _may(_T, _V),
     "/weightplane.v1.Fleet/AbortUpdate": _may(_T),
+    "/weightplane.v1.Fleet/ReportStacks": _may(_T),
     "/weightplane.v1.Fleet/PublishCheckpoint": _may(_T),
     "/weightplane.v1.Fleet/RetireCheckpoint": _may(_T),
     "/weightplane.v1.Fleet/WatchRoutes": _may(_T, _R, _V),
     "/weightplane.v1.Operator/GetFleet": _may(_T, _V),
     "/weightplane.v1.Operator/WatchFleet": _may(_V),
     "/weightplane.v1.Operator/Plan": _may(_V),
+    "/weightplane.v1.Operator/GetStacks": _may(),
     "/weightplane.v1.Operator/Rollback": _may(),
     "/weightplane.v1.Operator/AcceptLedger": _may(),
     "/weightplane.v1.Operator/KeepVersion": _may(),
@@ -120,10 +122,24 @@ POLICY: Mapping[str, frozenset[Role]] = {
 """Every RPC of every service, and whose it is. A test walks the descriptors of the servers."""
 
 
+HTTP_POLICY: Mapping[str, frozenset[Role]] = {
+    "page /api/fleet": _may(_V),
+    "page /api/watch": _may(_V),
+    "openai /v1/completions": _may(_R),
+    "openai /v1/chat/completions": _may(_R),
+    "openai /v1/models": _may(_R, _V),
+    "openai /version": _may(_R, _V),
+    "openai /tokenize": _may(_R),
+    "openai /detokenize": _may(_R),
+}
+"""Every route of the ports that speak HTTP and tell of the fleet or use an engine, and whose it is. What tells nothing
+is everybody's: the page's own files, and an engine's /health."""
+
+
 def check_call(principal: Principal, method: str, run_id: str = "") -> None:
     """Raises PermissionDenied: this role may not call it, or it belongs to another run than this server's (empty: the
     server does not know its run yet)."""
-    roles = POLICY.get(method, frozenset())
+    roles = POLICY.get(method) or HTTP_POLICY.get(method, frozenset())
     if principal.role not in roles:
         wanted = " or ".join(sorted(role.value for role in roles)) or "none: nobody may call it"
         raise PermissionDenied(method=method, caller=str(principal), wanted=wanted, had=principal.role.value)

@@ -15,6 +15,9 @@ from controlplane.core.versions import WeightVersion
 MAX_COMMITS = 64
 """Remembered; what is older lags by more than all of them."""
 
+LAG_BINS = 9
+"""Tokens are counted by lags of 0 to 7 fleet commits, and more."""
+
 
 @dataclass(frozen=True, slots=True)
 class FleetCommit:

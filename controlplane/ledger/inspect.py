@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ TABLES = (
     "kept_engines",
 )
 
+STEPS_BETWEEN = 100_000
+"""Of SQLite's machine, between two words about where a check is."""
+
 
 def dump(path: Path) -> dict[str, list[dict[str, Any]]]:
     """Every row of every table; digests in hexadecimal.
@@ -39,14 +42,18 @@ def dump(path: Path) -> dict[str, list[dict[str, Any]]]:
         return _rows(db)
 
 
-def verify(path: Path) -> list[str]:
+def verify(path: Path, told: Callable[[str], None] = lambda part: None) -> list[str]:
     """What cannot be true of a ledger that only coordinators wrote; empty if all is well.
+
+    `told` hears what is looked at, again and again.
 
     Raises:
         LedgerError: as `dump`.
     """
     with _opened(path) as db:
+        db.set_progress_handler(lambda: told("its pages"), STEPS_BETWEEN)
         damage = [str(row[0]) for row in db.execute("PRAGMA integrity_check") if row[0] != "ok"]
+        db.set_progress_handler(lambda: told("its rows"), STEPS_BETWEEN)
         return damage or contradictions(_rows(db))
 
 

@@ -7,12 +7,14 @@ id, and its text stays in the log.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 from google.protobuf import any_pb2
-from google.protobuf.message import DecodeError
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import DecodeError, Message
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
@@ -33,6 +35,7 @@ STATUS: dict[type[e.WeightplaneError], grpc.StatusCode] = {
     e.Unauthenticated: _C.UNAUTHENTICATED,
     e.PermissionDenied: _C.PERMISSION_DENIED,
     e.IdentityMismatch: _C.PERMISSION_DENIED,
+    e.RateLimited: _C.RESOURCE_EXHAUSTED,
     e.WrongRun: _C.FAILED_PRECONDITION,
     e.WrongModel: _C.FAILED_PRECONDITION,
     e.WrongIncarnation: _C.FAILED_PRECONDITION,
@@ -106,13 +109,21 @@ class RemoteError(e.Failed):
 
 
 def to_status(error: e.WeightplaneError) -> grpc.Status:
-    """The google.rpc.Status of a typed error, ErrorInfo included, as grpc's abort_with_status takes it."""
+    """The google.rpc.Status of a typed error, as grpc's abort_with_status takes it: with ErrorInfo, and RetryInfo where
+    the caller is told when to come again."""
     code = STATUS[type(error)]
-    info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata())
-    detail = any_pb2.Any()
-    detail.Pack(info)
+    details: list[Message] = [
+        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata())
+    ]
+    if isinstance(error, e.RateLimited):
+        delay = Duration()
+        delay.FromMilliseconds(math.ceil(error.retry_seconds * 1000))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    packed = [any_pb2.Any() for _ in details]
+    for detail, message in zip(packed, details, strict=True):
+        detail.Pack(message)
     status: grpc.Status = rpc_status.to_status(
-        status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=[detail])
+        status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=packed)
     )
     return status
 

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from controlplane.rpc.addresses import split_address
+from controlplane.rpc.lag_histogram import LagHistogram
 from controlplane.rpc.ports import PortUnavailable
 from controlplane.rpc.security.settings import PLAIN, TlsSettings
 from weightplane.v1 import weight_update_pb2
@@ -60,10 +61,9 @@ PAUSE_SECONDS = Histogram(
     buckets=SECONDS,
 )
 PAUSE_PARTS = ("wait", "quiesce", "install", "caches", "canary")
-TOKENS = Counter(
-    "weightplane_tokens",
-    "Tokens that this engine made, by how many fleet commits their version was behind then; 8 stands for more too.",
-    ["lag"],
+TOKEN_LAG = LagHistogram(
+    "weightplane_token_lag_commits",
+    "How many fleet commits the version of each token that this engine made was behind then.",
 )
 SENT_BYTES = Counter("weightplane_sent_bytes", "Bytes of weights that this trainer's ranks sent.", ["transport"])
 PUSHES = Counter("weightplane_pushes", "Attempts to push: committed, degraded, or the reason of the end.", ["outcome"])

@@ -23,7 +23,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from controlplane.config import ConfigError
-from controlplane.core.errors import FrameInvalid, WeightplaneError
+from controlplane.core.errors import FrameInvalid, RateLimited, WeightplaneError
 from controlplane.rpc.bulk import BulkFrame
 from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
@@ -212,7 +212,8 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
     """Ends the call with the error's status. CancelledError never comes here: it is no Exception."""
     if isinstance(error, WeightplaneError):
         REFUSALS.labels(method, error.reason).inc()
-        log.info("call_refused", method=method, reason=error.reason, text=str(error))
+        tell = log.debug if isinstance(error, RateLimited) else log.info  # a flood is counted, not written down
+        tell("call_refused", method=method, reason=error.reason, text=str(error))
         await context.abort_with_status(to_status(error))
     if isinstance(error, grpc.aio.AbortError):
         raise error

@@ -1,5 +1,5 @@
 """The page: the fleet in a browser, served by the coordinator, read-only."""
 
-from controlplane.web.server import PageRefused, serve_page
+from controlplane.web.server import serve_page
 
-__all__ = ["PageRefused", "serve_page"]
+__all__ = ["serve_page"]

@@ -2,14 +2,14 @@
 
 Promises: nothing here can change anything (GET and HEAD only); bounded watchers, each of whom gets the newest state and
 none of those that passed meanwhile; a state is made once for all of them, in a thread, and only while somebody watches.
-Refuses to serve on anything but loopback unless told that the network is trusted: the page has no passwords; and to
-answer under a name that is not this host's, since a browser's other pages could ask for it so.
+What tells of the fleet asks who wants to know, where the coordinator's own port does; the page's files tell nothing,
+and are everybody's. Where nobody is asked it is served on loopback, or with `insecure`; on loopback it then answers to
+no name that is not this host's: a browser's other pages could ask for it so.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -18,7 +18,13 @@ from importlib.resources import files
 from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 
+from controlplane.core.errors import WeightplaneError
+from controlplane.rpc.addresses import is_loopback, split_address
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.metrics import REFUSALS
+from controlplane.rpc.ports import PortUnavailable
+from controlplane.rpc.security import PLAIN, HttpGuard
+from controlplane.rpc.security.http import BEARER_HEADER, status_of
 from controlplane.rpc.tasks import to_the_end
 from controlplane.web.state import PageState
 from weightplane.v1 import operator_pb2
@@ -40,48 +46,30 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cache-Control": "no-cache",
 }
+ASKED = "/api/"
+"""Paths that tell of the fleet."""
 LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 
 Fleet = Latest[operator_pb2.FleetView]
 
 
-class PageRefused(ValueError):
-    """The page's address would show the fleet to a network."""
-
-
-def check_address(listen: str, *, trusted: bool) -> tuple[str, int]:
-    """Host and port. Raises PageRefused: not loopback, and not told that the network is trusted."""
-    host, _, port = listen.rpartition(":")
-    host = host.strip("[]")
-    if not port.isdecimal() or not host:
-        raise PageRefused(f"web_listen: {listen!r} is not HOST:PORT")
-    if not trusted and not _loopback(host):
-        raise PageRefused(
-            f"web_listen: {host} is not loopback, and the page asks nobody for a password; "
-            "listen on 127.0.0.1 (and reach it by ssh -L), or set web_trusted = true on a network that you trust"
-        )
-    return host, int(port)
-
-
-def _loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"
+UNASKED = HttpGuard(PLAIN)
+"""Of a page on loopback, for everybody on this host."""
 
 
 @asynccontextmanager
-async def serve_page(listen: str, fleet: Fleet, *, trusted: bool = False) -> AsyncIterator[str]:
+async def serve_page(listen: str, fleet: Fleet, guard: HttpGuard = UNASKED) -> AsyncIterator[str]:
     """Serve while inside. Gives the page's address. With an empty `listen` there is no page, and no address.
 
     Raises:
-        PageRefused: see `check_address`.
-        OSError: the address cannot be bound.
+        PortUnavailable: with the address.
     """
     if not listen:
         yield ""
         return
-    host, port = check_address(listen, trusted=trusted)
-    app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=[_guard(any_name=trusted)])
+    host, port = split_address(listen)
+    middlewares = [_under_own_names(any_name=guard.asks or not is_loopback(host)), _asking(guard)]
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES, middlewares=middlewares)
     page = Page(fleet)
     app.router.add_get("/", page.index)
     app.router.add_get("/assets/{name}", page.asset)
@@ -90,24 +78,48 @@ async def serve_page(listen: str, fleet: Fleet, *, trusted: bool = False) -> Asy
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_SECONDS, handler_cancellation=True)
     await runner.setup()
     try:
-        site = web.TCPSite(runner, host, port)
-        await site.start()
+        site = web.TCPSite(runner, host, port, ssl_context=guard.context())
+        try:
+            await site.start()
+        except OSError as error:
+            raise PortUnavailable(f"cannot serve the page on {listen}: {error.strerror or error}") from error
         bound = site._server.sockets[0].getsockname()[1]  # type: ignore[union-attr]  # the library does not tell
-        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}/"
+        yield f"{guard.scheme}://{f'[{host}]' if ':' in host else host}:{bound}/"
     finally:
         await page.close()
         await runner.cleanup()
 
 
-def _guard(*, any_name: bool) -> Middleware:
+def _under_own_names(*, any_name: bool) -> Middleware:
     @web.middleware
-    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def names(request: web.Request, handler: Handler) -> web.StreamResponse:
         name = request.host.rsplit(":", 1)[0] if not request.host.endswith("]") else request.host
         if not any_name and name not in LOCAL_NAMES:
             raise web.HTTPMisdirectedRequest(text="this page answers under the names of its own host only\n")
         return await handler(request)
 
-    return guard
+    return names
+
+
+def _asking(guard: HttpGuard) -> Middleware:
+    @web.middleware
+    async def asking(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if request.path.startswith(ASKED):
+            try:
+                peer = request.get_extra_info("peercert")
+                guard.admit(f"page {request.path}", request.headers.getall("Authorization", []), peer)
+            except WeightplaneError as error:
+                return _refused(error)
+        return await handler(request)
+
+    return asking
+
+
+def _refused(error: WeightplaneError) -> web.Response:
+    """With the reason in a header: the page asks for a token where one is wanted."""
+    REFUSALS.labels("page", error.reason).inc()
+    headers = HEADERS | {"X-Weightplane-Reason": error.reason} | dict([BEARER_HEADER])
+    return web.Response(status=status_of(error) or 500, text=f"{error}\n", headers=headers)
 
 
 class Page:

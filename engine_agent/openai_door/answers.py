@@ -8,6 +8,7 @@ from typing import Any
 
 from controlplane.core import errors as e
 from controlplane.rpc.metrics import REFUSALS
+from controlplane.rpc.security import http
 from engine_agent.openai_door.visit import Visit
 
 Scope = MutableMapping[str, Any]
@@ -35,6 +36,8 @@ _NOT_NOW = (
 
 
 def status_of(error: e.WeightplaneError) -> int:
+    if (refused := http.status_of(error)) is not None:
+        return refused
     if isinstance(error, _NOT_NOW):
         return 503
     return 400 if isinstance(error, (e.InvalidRequest, e.UnsupportedByEngine)) else 500
@@ -45,6 +48,7 @@ async def refuse(send: Send, error: e.WeightplaneError) -> None:
     status = status_of(error)
     REFUSALS.labels("openai", error.reason).inc()
     headers = {REASON_HEADER: error.reason} | ({"retry-after": str(RETRY_AFTER_SECONDS)} if status == 503 else {})
+    headers |= dict([http.BEARER_HEADER]) if status == 401 else {}
     await say(send, status, str(error), error.reason, headers)
 
 

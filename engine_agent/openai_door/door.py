@@ -1,8 +1,9 @@
 """The door: what of the API app may be reached, and when.
 
-Promises: only the listed routes; a request that generates waits outside the gate, bounded, or gets 503 with the reason,
-and nothing of it runs on once its caller is gone; answers name the versions that made their tokens. `/health` is the
-gate. The app and its engine client are one life's; between lives there is none.
+Promises: only the listed routes; who calls is asked first, where the agent's own port asks; a request that generates
+waits outside the gate, bounded, or gets 503 with the reason, and nothing of it runs on once its caller is gone; answers
+name the versions that made their tokens. `/health` is the gate, and everybody's. The app and its engine client are one
+life's; between lives there is none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import structlog
 from controlplane.core import errors as e
 from controlplane.core.pins import ANY
 from controlplane.core.traces import SpanRef, parse_traceparent
+from controlplane.rpc.security import PLAIN, HttpGuard
 from controlplane.tracing import CallTrace, trace_call
 from engine_agent.entry import enter
 from engine_agent.life import EngineLife, EngineLifeHolder
@@ -31,6 +33,9 @@ HEALTH = ("GET", "/health")
 GENERATING = frozenset({("POST", "/v1/completions"), ("POST", "/v1/chat/completions")})
 READING = frozenset({("GET", "/v1/models"), ("GET", "/version"), ("POST", "/tokenize"), ("POST", "/detokenize")})
 """Of the app, without tokens of the engine's. All else that the app has stays inside: sleep, pause, weights, LoRA."""
+PEER = "weightplane_peer"
+"""Where the server keeps a caller's certificate, in a request's state."""
+UNASKED = HttpGuard(PLAIN)
 BODY_SECONDS = 60.0
 """For a caller to send its request."""
 
@@ -43,9 +48,14 @@ class Door:
     """An ASGI app that lives as long as the agent."""
 
     def __init__(
-        self, holder: EngineLifeHolder, settings: OpenAiSettings, build: Callable[[EngineLife], Awaitable[App]]
+        self,
+        holder: EngineLifeHolder,
+        settings: OpenAiSettings,
+        build: Callable[[EngineLife], Awaitable[App]],
+        guard: HttpGuard = UNASKED,
     ) -> None:
         """`build` makes the API app over the engine of one life."""
+        self._guard = guard
         self._holder = holder
         self._settings = settings
         self._build = build
@@ -68,12 +78,23 @@ class Door:
             await self._health(send)
         elif route not in GENERATING | READING:
             await say(send, 404, f"{route[0]} {route[1]} is not served here", "NOT_FOUND")
+        elif (refusal := self._refusal(scope)) is not None:
+            await refuse(send, refusal)
         elif self._here >= self._settings.max_requests:
             limit = self._settings.max_requests
             await refuse(send, e.LimitExceeded(what="requests at the door", limit=limit, got=limit + 1))
         else:
             async with self._counted():
                 await self._serve(scope, receive, send, generates=route in GENERATING)
+
+    def _refusal(self, scope: Scope) -> e.WeightplaneError | None:
+        """Before anything of the request is read."""
+        shown = [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+        try:
+            self._guard.admit(f"openai {scope['path']}", shown, scope.get("state", {}).get(PEER))
+        except (e.Unauthenticated, e.PermissionDenied) as error:
+            return error
+        return None
 
     @asynccontextmanager
     async def _counted(self) -> AsyncIterator[None]:

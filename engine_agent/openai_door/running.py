@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 
 import structlog
 
+from controlplane.rpc.security import HttpGuard
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.openai_door.answers import App
-from engine_agent.openai_door.door import Door
+from engine_agent.openai_door.door import UNASKED, Door
 from engine_agent.openai_door.router import RouterRegistration
 from engine_agent.openai_door.server import DoorServer
 from engine_agent.openai_door.settings import OpenAiSettings
@@ -22,13 +23,17 @@ class RunningDoor:
     """Its port is bound from the start; between lives it says 503."""
 
     def __init__(
-        self, holder: EngineLifeHolder, settings: OpenAiSettings, build: Callable[[EngineLife], Awaitable[App]]
+        self,
+        holder: EngineLifeHolder,
+        settings: OpenAiSettings,
+        build: Callable[[EngineLife], Awaitable[App]],
+        guard: HttpGuard = UNASKED,
     ) -> None:
         """Raises PortUnavailable."""
         self._settings = settings
-        self._door = Door(holder, settings, build)
-        self._server = DoorServer(self._door, settings.listen)
-        self.url = settings.advertise or f"http://{self._server.address}"
+        self._door = Door(holder, settings, build, guard)
+        self._server = DoorServer(self._door, settings.listen, guard.context())
+        self.url = settings.advertise or f"{guard.scheme}://{self._server.address}"
 
     @asynccontextmanager
     async def open_for(self, life: EngineLife) -> AsyncIterator[None]:

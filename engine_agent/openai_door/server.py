@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from controlplane.rpc.server import PortUnavailable
 from engine_agent.openai_door.answers import App
+from engine_agent.openai_door.door import PEER
 
 STOP_SECONDS = 2
 """For answers under way, when the agent stops."""
@@ -28,17 +31,28 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Http(AutoHTTPProtocol):  # type: ignore[valid-type,misc]
+    """A request's state has its caller's certificate: ASGI itself does not tell."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        self.app_state: dict[str, Any] = {**self.app_state, PEER: transport.get_extra_info("peercert")}
+
+
 class DoorServer:
     """Serves an app until it is stopped."""
 
-    def __init__(self, app: App, listen: str) -> None:
-        """Raises PortUnavailable."""
+    def __init__(self, app: App, listen: str, context: ssl.SSLContext | None = None) -> None:
+        """`context`: it speaks TLS. Raises PortUnavailable."""
         self._socket = _bound(listen)
         host = listen.rpartition(":")[0]
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         settings: dict[str, Any] = {"lifespan": "off", "log_config": None, "access_log": False, "ws": "none"}
         settings |= {"timeout_graceful_shutdown": STOP_SECONDS, "limit_concurrency": MAX_CONNECTIONS}
-        self._server = _Server(uvicorn.Config(app, **settings))
+        config = uvicorn.Config(app, http=_Http, **settings)
+        config.load()
+        config.ssl = context
+        self._server = _Server(config)
         self._task = asyncio.create_task(self._server.serve([self._socket]), name="weightplane-openai-door")
 
     async def stop(self) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from controlplane.rpc.security import TlsSettings, check_listen, http_tls
 
 OWN_ARGUMENTS = frozenset(
     {"model", "served_model_name", "host", "port", "uds", "root_path", "middleware", "lora_modules"}
@@ -20,8 +22,9 @@ class OpenAiSettings:
 
     listen: str
     """Address of the door, such as 127.0.0.1:8000; port 0 takes any free one, which the log line `door_ready` names."""
-    open_to_network: bool = False
-    """Listen on an address that other hosts reach. Whoever reaches it may use the engine: give `arguments.api_key`."""
+    tokens: Path | None = None
+    """File of the tokens that the door takes, where the agent's own port asks for certificates: OpenAI's clients show a
+    token as their API key. Without it the door asks for what the agent's `tls` asks for."""
     wait_seconds: float = 30.0
     """How long a request waits outside the gate; then it gets 503, with Retry-After and the reason."""
     max_requests: int = 512
@@ -42,15 +45,12 @@ class OpenAiSettings:
         host, _, port = self.listen.rpartition(":")
         if not host or not port.isdecimal():
             raise ValueError(f"openai.listen: {self.listen!r} is not HOST:PORT")
-        if not self.open_to_network and not is_loopback(host):
-            raise ValueError(f"openai.listen: other hosts reach {host}; say open_to_network = true if they may")
         if min(self.wait_seconds, self.max_requests, self.max_body_bytes) <= 0:
             raise ValueError("openai: wait_seconds, max_requests and max_body_bytes are above 0")
 
-
-def is_loopback(host: str) -> bool:
-    """Whether only this host reaches it. A name other than localhost may mean anything."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+    def check_with(self, tls: TlsSettings, insecure: bool) -> None:
+        """Beside the agent's own. Raises ValueError: everybody on the network would be let in, or a key asked twice."""
+        asks = http_tls(tls, self.tokens)
+        check_listen(self.listen, asks, insecure, "openai.listen")
+        if asks.secured and "api_key" in self.arguments:
+            raise ValueError("openai.arguments.api_key: the door asks for tokens or certificates itself; leave it out")

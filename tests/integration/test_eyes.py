@@ -84,7 +84,11 @@ async def _tokens_are_counted_by_lag(fleet: LocalFleet) -> None:
     async def counted() -> bool:
         return list((await fleet.engine("e1")).status.tokens_by_lag)[:2] == [len(tokens), 0]
 
+    async def summed() -> bool:
+        return [(s.model, sum(s.tokens_by_lag)) for s in (await fleet.view()).token_lags] == [("policy", len(tokens))]
+
     await eventually(counted)
+    await eventually(summed)
 
 
 async def _metrics_tell_of_it(at: dict[str, str]) -> None:
@@ -103,7 +107,9 @@ async def _metrics_tell_of_it(at: dict[str, str]) -> None:
         assert "weightplane_pause_seconds_bucket" in text
     engine = await read(at["engine"], "/metrics")
     assert 'weightplane_received_bytes_total{transport="shared_memory"}' in engine
-    assert 'weightplane_tokens_total{lag="0"}' in engine
+    assert 'weightplane_token_lag_commits_bucket{le="0.0",model="policy"}' in engine
+    coordinator = await read(at["coordinator"], "/metrics")
+    assert 'weightplane_model_token_lag_commits_count{model="policy"}' in coordinator
 
 
 async def _the_page_tells_of_it(address: str, update_id: str) -> None:

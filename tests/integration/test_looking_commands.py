@@ -120,3 +120,13 @@ async def test_verify_fails_where_one_engine_holds_nothing_and_why_refuses_what_
         assert error.startswith("weightplane: no update no-such-update is known")
         assert lines == ExitCode.OK
         assert "update_decided policy: version 1.1 committed" in events
+
+
+@pytest.mark.slow
+async def test_doctor_tries_each_transport_from_where_ranks_run(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path) as fleet:
+        _, looked, _ = await weightplane(fleet, "doctor", "--link", "--json")
+    checks = {c["name"]: c for c in json.loads(looked)["checks"]}
+    assert checks["link inline"]["found"].startswith("2 engines answer")
+    assert checks["shared memory of engines"]["found"] == "2 of 2 engines share this /dev/shm"
+    assert (checks["link shared_memory"]["verdict"], checks["link broadcast"]["verdict"]) == ("good", "note")

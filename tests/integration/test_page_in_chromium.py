@@ -15,9 +15,12 @@ from typing import Any
 import pytest
 from google.protobuf.timestamp_pb2 import Timestamp
 
+from controlplane.core.access import Role
 from controlplane.rpc.latest import Latest
+from controlplane.rpc.security import HttpGuard, TlsSettings
 from controlplane.web import serve_page
 from tests.support import scripted_fleet
+from tests.support.certificates import token_for
 from tests.support.eventually import eventually
 from weightplane.v1 import operator_pb2
 
@@ -35,7 +38,7 @@ STATES: dict[str, Callable[[], operator_pb2.FleetView]] = {
     "two-hundred": scripted_fleet.two_hundred,
 }
 SEEN = {
-    "healthy": ["6 of 6", "1.10 committed", "tokens that the engines' present lives made", "shared memory"],
+    "healthy": ["6 of 6", "1.10 committed", "tokens that engines made", "shared memory"],
     "updating": ["1.6 go", "4 installing", "unset", "stands still"],
     "poisoned": ["3 of 6", "1 poisoned", "1 unknown", "CANARY_FAILED", "operator (ann)", "last said: serving"],
     "recovering": ["waits for its engines' reports", "Not heard yet: engine-2, engine-3", "coordinator term 2"],
@@ -178,5 +181,32 @@ async def test_a_coordinator_that_is_gone_is_said_and_its_last_word_stays(browse
         await eventually(lambda: script(browser, "return document.body.dataset.shown") == "yes")
     await eventually(lambda: "this is what it said last" in text(browser))
     assert "engine-5" in text(browser)
+    await asyncio.to_thread(browser.get, "about:blank")
+    browser.get_log("browser")
+
+
+async def test_a_page_that_asks_takes_a_token_typed_by_hand_and_says_why_it_refuses_another(
+    browser: Any, tmp_path: Path
+) -> None:
+    from selenium.webdriver.common.by import By
+
+    tokens = tmp_path / "tokens.toml"
+    token = token_for(tokens, Role.VIEWER)
+    fleet: Fleet = Latest(scripted_fleet.healthy())
+
+    def typed(text: str) -> None:
+        browser.find_element(By.ID, "token").send_keys(text + "\n")
+
+    async with serve_page("127.0.0.1:0", fleet, HttpGuard(TlsSettings(tokens=tokens))) as url:
+        await asyncio.to_thread(browser.get, url)
+        await eventually(lambda: "one bearer token is expected" in text(browser))
+        assert "engine-5" not in text(browser)
+        await asyncio.to_thread(typed, "wpt_wrong")
+        await eventually(lambda: "the token is not known here" in text(browser))
+        await asyncio.to_thread(typed, token)
+        await eventually(lambda: script(browser, "return document.body.dataset.shown") == "yes")
+        assert "engine-5" in text(browser)
+        assert script(browser, "return document.querySelector('#ask').hidden")
+        assert token not in script(browser, "return document.documentElement.outerHTML + location.href")
     await asyncio.to_thread(browser.get, "about:blank")
     browser.get_log("browser")

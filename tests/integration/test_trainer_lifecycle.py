@@ -21,13 +21,15 @@ from controlplane.core import errors as e
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
+from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
+from tests.integration.test_fleet_commands import weightplane
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.obedient import ObedientRanks
 from tests.support.toy_rank import SHAPES, Script
 from tests.support.toy_trainer import EngineProcess, ToyTrainer, fleet_for_toys, start_engine, toy_trainer
-from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc
+from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -220,6 +222,34 @@ async def test_a_rank_that_stands_still_in_its_weights_is_named_with_its_bytes_a
             assert f"of {WHOLE} bytes)" in answer["text"]
             assert "stand_still" in traced(answer["stacks"])
         assert await fleet.applied("e0") is None
+        await the_coordinator_keeps_them(fleet)
+
+
+async def the_coordinator_keeps_them(fleet: LocalFleet) -> None:
+    """After the decision too; and takes no others from whom the term is not."""
+    [update] = (await fleet.view()).updates
+    assert update.phase == fleet_pb2.UPDATE_PHASE_FAILED
+    asked = operator_pb2.GetStacksRequest(update_id=update.update_id)
+    async with open_channel(fleet.address) as channel:
+        operator, stub = operator_pb2_grpc.OperatorStub(channel), fleet_pb2_grpc.FleetStub(channel)
+
+        async def kept() -> bool:
+            return len((await operator.GetStacks(asked, timeout=5)).processes) > 0
+
+        await eventually(kept)
+        found = await operator.GetStacks(asked, timeout=5)
+        assert found.processes[0].name == "rank 0"
+        assert "stand_still" in traced(found.processes[0].text or found.processes[0].problem)
+        assert found.report_time.seconds > 0
+        told = fleet_pb2.ReportStacksRequest(run_id=RUN, update_id=update.update_id, term=update.version.term + 1)
+        assert (await refusal(stub.ReportStacks(told, timeout=5)))[1].reason == "STALE_TERM"
+        told.update_id = "no-such-update"
+        assert (await refusal(stub.ReportStacks(told, timeout=5)))[1].reason == "UNKNOWN_UPDATE"
+    code, why, _ = await weightplane(fleet, "why", "latest", "--stacks")
+    assert (code, "when its limit came, at" in why) == (ExitCode.OK, True)
+    assert "stand_still" in traced(why)
+    _, why_json, _ = await weightplane(fleet, "why", "latest", "--stacks", "--json")
+    assert "rank 0 (pid" in json.loads(why_json)["stacks"][1]
 
 
 async def test_an_engine_that_does_not_read_is_named_with_the_bytes_that_went(tmp_path: Path) -> None:

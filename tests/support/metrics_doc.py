@@ -10,6 +10,7 @@ from prometheus_client.metrics import MetricWrapperBase
 
 from controlplane.coordinator import metrics as coordinator
 from controlplane.rpc import metrics as shared
+from controlplane.rpc.lag_histogram import LABELS, LagHistogram
 from engine_agent import metrics as engine
 from trainer_agent.agent import metrics as trainer
 
@@ -27,7 +28,7 @@ A metric of an engine is there while the engine is. Of one that is UNKNOWN, what
 
 This page is made from the code (`WEIGHTPLANE_UPDATE_GOLDEN=1 pytest tests/unit/test_dashboards.py`).
 """
-OF_ENGINES = ("received_bytes", "installs", "pause_seconds", "tokens")
+OF_ENGINES = ("received_bytes", "installs", "pause_seconds", "token_lag_commits")
 OF_TRAINERS = ("sent_bytes", "pushes", "push_seconds")
 OF_COORDINATORS = ("updates", "update_phase_seconds")
 
@@ -40,10 +41,13 @@ class Row:
     text: str
 
 
+LAGS = Row(coordinator.LAG_HISTOGRAM[0], "histogram", LABELS, coordinator.LAG_HISTOGRAM[1])
+
+
 def rendered() -> str:
     counted = {row.name: row for row in _shared()}
     parts = [
-        ("The coordinator", [*_gauges(coordinator.FAMILIES), *_named(counted, OF_COORDINATORS)]),
+        ("The coordinator", [*_gauges(coordinator.FAMILIES), *_named(counted, OF_COORDINATORS), LAGS]),
         ("Engine agents", [*_gauges(engine.FAMILIES), *_named(counted, OF_ENGINES)]),
         ("Trainer agents", [*_gauges(trainer.FAMILIES), *_named(counted, OF_TRAINERS)]),
     ]
@@ -54,7 +58,7 @@ def rendered() -> str:
 def names() -> set[str]:
     """As Prometheus stores them, histograms' parts too."""
     found = {f"weightplane_{n}" for n in (*coordinator.FAMILIES, *engine.FAMILIES, *trainer.FAMILIES)}
-    for row in _shared():
+    for row in (*_shared(), LAGS):
         base = f"weightplane_{row.name}"
         found |= {f"{base}_{p}" for p in ("bucket", "sum", "count")} if row.kind == "histogram" else {f"{base}_total"}
     return found
@@ -62,7 +66,7 @@ def names() -> set[str]:
 
 def _shared() -> Iterator[Row]:
     for metric in vars(shared).values():
-        if isinstance(metric, MetricWrapperBase):
+        if isinstance(metric, (MetricWrapperBase, LagHistogram)):
             (family,) = metric.describe()
             yield Row(family.name.removeprefix("weightplane_"), family.type, metric._labelnames, family.documentation)
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
+from controlplane.coordinator.token_lags import TokenLags
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import (
     EngineState,
@@ -61,7 +62,7 @@ class ScriptedFleet:
         self.states: dict[str, EngineState] = {}
         self.sessions: dict[str, int] = {}
         self.silent: set[str] = set()
-        self._decided, self._happenings = views.Decided(), Happenings()
+        self._decided, self._happenings, self._lags = views.Decided(), Happenings(), TokenLags()
         self._updates, self._beat_at, self._works_on = 0, 0.0, (0, "train")
         self.view()
         for i in range(engines):
@@ -81,6 +82,7 @@ class ScriptedFleet:
         """As the coordinator would publish it now."""
         made = views.fleet_view(self.core, self.now, STARTED_AT, self._decided)
         self._happenings.see(made)
+        self._lags.see(made)
         return made
 
     def wait(self, seconds: float) -> None:

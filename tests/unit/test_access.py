@@ -17,6 +17,7 @@ from grpc_reflection.v1alpha import reflection_pb2
 from controlplane.core.access import (
     ANY,
     EVERYBODY,
+    HTTP_POLICY,
     POLICY,
     Principal,
     Role,
@@ -46,6 +47,8 @@ STATUS = "/weightplane.v1.Lifecycle/GetStatus"
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "security.md"
 MARK = "<!-- written by tests/unit/test_access.py from the table in controlplane/core/access.py -->\n"
+
+HTTP_MARK = "<!-- written by tests/unit/test_access.py from the routes in controlplane/core/access.py -->\n"
 
 
 def methods(file: FileDescriptor) -> set[str]:
@@ -158,18 +161,30 @@ def table() -> str:
     rows = ["| RPC | may be called by |", "|---|---|"]
     for path, roles in POLICY.items():
         service, method = path.removeprefix("/").rpartition("/")[::2]
-        whose = "everybody with a role" if len(roles) == len(Role) else ", ".join(r.value for r in Role if r in roles)
-        rows.append(f"| `{service.rpartition('.')[2]}.{method}` | {whose} |")
+        rows.append(f"| `{service.rpartition('.')[2]}.{method}` | {_whose(roles)} |")
     return "\n".join(rows) + "\n"
+
+
+def http_table() -> str:
+    rows = ["| route | may be called by |", "|---|---|"]
+    for route, roles in HTTP_POLICY.items():
+        door, path = route.split()
+        rows.append(f"| {door}: `{path}` | {_whose(roles)} |")
+    return "\n".join(rows) + "\n"
+
+
+def _whose(roles: frozenset[Role]) -> str:
+    return "everybody with a role" if len(roles) == len(Role) else ", ".join(r.value for r in Role if r in roles)
 
 
 def test_the_documents_table_is_the_one_that_is_kept() -> None:
     """WEIGHTPLANE_UPDATE_GOLDEN=1 writes it anew."""
-    before, mark, after = DOCUMENT.read_text().partition(MARK)
-    rest = after[after.index("\n\n") :]
-    if os.environ.get("WEIGHTPLANE_UPDATE_GOLDEN"):
-        DOCUMENT.write_text(before + mark + table().rstrip("\n") + rest)
-    assert DOCUMENT.read_text() == before + mark + table().rstrip("\n") + rest
+    for mark, made in ((MARK, table()), (HTTP_MARK, http_table())):
+        before, _, after = DOCUMENT.read_text().partition(mark)
+        whole = before + mark + made.rstrip("\n") + after[after.index("\n\n") :]
+        if os.environ.get("WEIGHTPLANE_UPDATE_GOLDEN"):
+            DOCUMENT.write_text(whole)
+        assert DOCUMENT.read_text() == whole
 
 
 def test_every_role_is_told_of() -> None:

@@ -35,7 +35,7 @@ from controlplane.core.versions import (
     WeightVersion,
 )
 from controlplane.exit_codes import ExitCode
-from controlplane.ledger import SqliteLedger
+from controlplane.ledger import SqliteLedger, inspect
 from tests.support import ledger_v1
 
 POLICY, TEACHER = ModelName("policy"), ModelName("teacher")
@@ -97,6 +97,13 @@ def ask(state_dir: Path, command: str) -> tuple[int, str]:
 
 def test_a_ledger_that_only_coordinators_wrote_is_whole(state_dir: Path) -> None:
     assert ask(state_dir, "verify") == (ExitCode.OK, "the ledger is whole\n")
+
+
+def test_a_check_tells_where_it_is(state_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "STEPS_BETWEEN", 10)
+    told: list[str] = []
+    assert inspect.verify(state_dir / "ledger.sqlite", told.append) == []
+    assert set(told) == {"its pages", "its rows"}
 
 
 def test_a_dump_has_every_row(state_dir: Path) -> None:

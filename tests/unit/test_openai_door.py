@@ -19,6 +19,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Hold, HoldKind
 from controlplane.core.traces import SpanRef
 from controlplane.core.versions import Term, UpdateId, WeightVersion
+from controlplane.rpc.security import PLAIN
 from controlplane.rpc.server import PortUnavailable
 from engine_agent.life import EngineLife, EngineLifeHolder
 from engine_agent.memory_engine import MemorySettings
@@ -301,8 +302,6 @@ def _refused() -> set[str]:
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"listen": "0.0.0.0:8000"}, "open_to_network"),
-        ({"listen": "engines.example:8000"}, "open_to_network"),
         ({"listen": "8000"}, "HOST:PORT"),
         ({"listen": "127.0.0.1:1", "arguments": {"model": "x"}}, "may not set model"),
         ({"listen": "127.0.0.1:1", "wait_seconds": 0.0}, "above 0"),
@@ -320,8 +319,22 @@ def test_a_door_needs_vllm() -> None:
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:0", "localhost:0", "[::1]:0"])
 def test_loopback_needs_no_word(listen: str) -> None:
-    assert OpenAiSettings(listen)
-    assert OpenAiSettings("0.0.0.0:0", open_to_network=True)
+    OpenAiSettings(listen).check_with(PLAIN, insecure=False)
+
+
+def test_a_network_gets_no_door_without_tls_unless_it_is_said_to_be_insecure() -> None:
+    for listen in ("0.0.0.0:8000", "engines.example:8000"):
+        with pytest.raises(ValueError, match="other hosts reach"):
+            OpenAiSettings(listen).check_with(PLAIN, insecure=False)
+        with pytest.raises(ValueError, match="takes tokens from other hosts"):
+            OpenAiSettings(listen, tokens=Path("tokens.toml")).check_with(PLAIN, insecure=True)
+        OpenAiSettings(listen).check_with(PLAIN, insecure=True)
+
+
+def test_a_key_of_vllms_own_and_tokens_of_ours_are_not_asked_for_together() -> None:
+    both = OpenAiSettings("127.0.0.1:0", tokens=Path("tokens.toml"), arguments={"api_key": ["k"]})
+    with pytest.raises(ValueError, match="leave it out"):
+        both.check_with(PLAIN, insecure=False)
 
 
 async def test_the_door_listens_answers_and_ends(world: World) -> None:

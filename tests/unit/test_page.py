@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -14,8 +15,8 @@ from google.protobuf.json_format import MessageToDict
 
 from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.rpc.latest import Latest
-from controlplane.web import PageRefused, serve_page
-from controlplane.web.server import MAX_WATCHERS, check_address
+from controlplane.web import serve_page
+from controlplane.web.server import MAX_WATCHERS
 from controlplane.web.state import OUTCOMES_SHOWN, UPDATES_SHOWN, PageState
 from tests.support import scripted_fleet
 from tests.support.eventually import eventually
@@ -122,21 +123,23 @@ async def test_it_ends_though_pages_are_open() -> None:
 
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:7080", "10.0.0.7:7080", "[::]:7080", "fleet.example:7080"])
-def test_a_network_gets_no_page_unless_it_is_trusted(listen: str) -> None:
-    with pytest.raises(PageRefused, match="web_trusted"):
+def test_a_network_gets_no_page_without_tls_unless_it_is_said_to_be_insecure(listen: str) -> None:
+    with pytest.raises(ValueError, match="web_listen: other hosts reach"):
         CoordinatorSettings(web_listen=listen)
-    CoordinatorSettings(web_listen=listen, web_trusted=True)
+    with pytest.raises(ValueError, match="takes tokens from other hosts"):
+        CoordinatorSettings(web_listen=listen, web_tokens=Path("tokens.toml"), insecure=True)
+    CoordinatorSettings(web_listen=listen, insecure=True)
 
 
 @pytest.mark.parametrize("listen", ["127.0.0.1:7080", "[::1]:0", "localhost:7080", "127.8.9.1:1"])
 def test_loopback_needs_no_leave(listen: str) -> None:
-    check_address(listen, trusted=False)
+    CoordinatorSettings(web_listen=listen)
 
 
 @pytest.mark.parametrize("listen", ["7080", ":7080", "127.0.0.1:", "127.0.0.1:http"])
 def test_an_address_that_is_none_is_refused(listen: str) -> None:
-    with pytest.raises(PageRefused, match="HOST:PORT"):
-        check_address(listen, trusted=True)
+    with pytest.raises(ValueError, match=r"host:port|is no port"):
+        CoordinatorSettings(web_listen=listen)
 
 
 def test_a_large_fleets_page_stays_small() -> None:

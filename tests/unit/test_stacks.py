@@ -50,3 +50,14 @@ async def test_a_look_that_takes_too_long_is_ended_and_many_are_not_begun(
     found = await stacks.dump({f"{i:02}": 1 for i in range(stacks.MAX_PROCESSES + 1)})
     assert {s.problem for s in found[:-1]} == {"py-spy took longer than 0.05 s"}
     assert found[-1].problem == "not looked at: 33 processes, the limit is 32"
+
+
+def test_the_arguments_of_a_process_are_not_told() -> None:
+    code = "import sys, time; sys.stdout.write('.'); sys.stdout.flush(); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code, "--api-key=s3cret"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.read(1)
+        [found] = asyncio.run(stacks.dump({"it": process.pid}))
+        process.kill()
+    assert "s3cret" not in str(found)
+    assert stacks.without_command("Process 7: python train.py --key=s\nPython v3.11") == "Process 7\nPython v3.11"

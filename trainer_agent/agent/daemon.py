@@ -103,7 +103,7 @@ class TrainerAgent:
         )
         self._end_metrics = serve_metrics(settings.metrics_listen, TrainerMetrics(self), tls=settings.tls)
         self._spawn(watch_loop())
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id)
+        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
         self._serving = await serve(self._lifecycle, settings.listen, security)
         await self._server.start()
         if self._settings.address_file is not None:

@@ -57,6 +57,7 @@ class Pusher:
         self._failures = 0
         """Attempts of the present push that failed."""
         self._serving = Serving(ranks, context)
+        self._reporting: set[asyncio.Task[None]] = set()
         self._waiting: asyncio.Task[None] | None = None
         """Ends the wait for ranks that do not come to the push."""
 
@@ -96,6 +97,8 @@ class Pusher:
     async def close(self) -> None:
         """End what runs, and wait for it."""
         self._stop_waiting()
+        for task in self._reporting:
+            task.cancel()
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -125,12 +128,18 @@ class Pusher:
         self._answer(result)
 
     async def _look(self, waited: stuck.Waited) -> str:
-        """Supervises: ranks wait for the answer that this goes with."""
+        """Supervises: ranks wait for the answer that this goes with. The coordinator is told beside it."""
+        update, stubs, run_id = self.update, self._context.stubs, self._context.run_id
         try:
-            return await stuck.look(waited, self._ranks, self._context.stubs, self._context.run_id)
+            found = await stuck.look(waited, self._ranks, stubs, run_id)
         except Exception as error:
             log.exception("look_broke")
             return f"nobody could look: {error!r}"
+        if update is not None and found:
+            task = asyncio.create_task(stuck.report(found, update, stubs, run_id))
+            self._reporting.add(task)
+            task.add_done_callback(self._reporting.discard)
+        return stuck.as_text(found)
 
     @property
     def _task_over(self) -> bool:

@@ -81,6 +81,7 @@ PASSING = frozenset(
         "PEER_LOST",
         "UNAUTHENTICATED",
         "TLS_FAILED",
+        "RATE_LIMITED",
         "CHECKSUM_MISMATCH",
         "BYTE_COUNT_MISMATCH",
         "INSTALL_FAILED",
@@ -103,7 +104,7 @@ PASSING = frozenset(
 
 _PERSON = frozenset({"LEDGER_REGRESSED", "UNAUTHENTICATED", "TLS_FAILED"})
 """Until a person acted: a certificate or a token that ran out in mid-training must not end the training."""
-_COMES_BACK = _PERSON | {"COORDINATOR_RECOVERING", "LEDGER_ERROR", "PEER_LOST"}
+_COMES_BACK = _PERSON | {"RATE_LIMITED", "COORDINATOR_RECOVERING", "LEDGER_ERROR", "PEER_LOST"}
 """Said by a coordinator that will answer otherwise after a while: by itself, or once a person acted."""
 HELLO_WAITS = _COMES_BACK | {"LEASE_HELD", "DEADLINE_EXCEEDED"}
 """The session is tried again."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controlplane.core.errors import InvalidRequest
+from controlplane.core.rates import DEFAULT_RATES, RateSettings
 from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
 from controlplane.tracing import BY_ENVIRONMENT, TracingSettings
 from trainer_agent.chunking import DEFAULT_CHUNK_BYTES
@@ -73,6 +74,8 @@ class TrainerSettings:
     """Whether and where it sends OpenTelemetry spans: see docs/tracing.md."""
     tls: TlsSettings = PLAIN
     """How it proves who it is, and who may call it: see docs/security.md."""
+    rate: RateSettings = DEFAULT_RATES
+    """How often one caller may call what steers or looks; sessions, weights and tokens are not counted."""
     insecure: bool = False
     """Serve other hosts without TLS: for networks that keep strangers out by themselves."""
 

@@ -14,7 +14,7 @@ import grpc
 import structlog
 
 from controlplane import stacks
-from controlplane.core.errors import DeadlineExceeded
+from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from controlplane.rpc.errors import from_rpc_error
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.stubs import Stubs
@@ -26,6 +26,9 @@ LOOK_SECONDS = 8.0
 """For all processes together; what is not answered by then is said to be so."""
 MAX_TEXT_LENGTH = 256 * 1024
 """Of all stacks together, on their way to a rank."""
+REPORT_SECONDS = 5.0
+REPORTED, REPORTED_LENGTH, NAME_LENGTH, PROBLEM_LENGTH = 32, 16 * 1024, 256, 1024
+"""What the coordinator takes: see ReportStacksRequest."""
 _ENDED = frozenset({engine_pb2.UPDATE_STAGE_APPLIED, engine_pb2.UPDATE_STAGE_FAILED, engine_pb2.UPDATE_STAGE_ABORTED})
 
 
@@ -92,8 +95,8 @@ def before_begin(ranks: RankSet, begun: Mapping[int, object]) -> Waited:
     return Waited(tuple(f"rank {r} ({ranks.doing(r)})" for r in absent), frozenset(absent))
 
 
-async def look(waited: Waited, ranks: RankSet, stubs: Stubs, run_id: str) -> str:
-    """The stacks of those processes, as text."""
+async def look(waited: Waited, ranks: RankSet, stubs: Stubs, run_id: str) -> list[stacks.Stacks]:
+    """The stacks of those processes."""
     pids = {f"rank {r}": ranks.members[r].pid for r in sorted(waited.ranks) if r in ranks.members}
     looks = [asyncio.create_task(stacks.dump(pids))]
     looks += [asyncio.create_task(_of_engine(stubs, run_id, a)) for a in waited.engines[: stacks.MAX_PROCESSES]]
@@ -103,7 +106,28 @@ async def look(waited: Waited, ranks: RankSet, stubs: Stubs, run_id: str) -> str
     found = [s for task in looks if task in done for s in task.result()]
     for each in found:
         log.warning("stacks", of=each.name, pid=each.pid, problem=each.problem, text=each.text)
+    return found
+
+
+def as_text(found: Iterable[stacks.Stacks]) -> str:
+    """For the ranks' error."""
     return "\n".join(map(str, found))[:MAX_TEXT_LENGTH]
+
+
+async def report(found: Iterable[stacks.Stacks], state: fleet_pb2.UpdateState, stubs: Stubs, run_id: str) -> None:
+    """Have the coordinator keep them, for `weightplane why`. What does not get there is in the log."""
+    request = fleet_pb2.ReportStacksRequest(run_id=run_id, update_id=state.update_id, term=state.version.term)
+    for each in list(found)[:REPORTED]:
+        request.processes.add(
+            name=each.name[:NAME_LENGTH] or "unnamed",
+            pid=each.pid,
+            text=each.text[:REPORTED_LENGTH],
+            problem=each.problem[:PROBLEM_LENGTH],
+        )
+    try:
+        await stubs.fleet.ReportStacks(request, timeout=REPORT_SECONDS)
+    except (grpc.aio.AioRpcError, WeightplaneError) as error:
+        log.info("stacks_not_reported", update_id=state.update_id, cause=str(error))
 
 
 async def _of_engine(stubs: Stubs, run_id: str, assignment: fleet_pb2.Assignment) -> list[stacks.Stacks]:

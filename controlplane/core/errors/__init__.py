@@ -27,7 +27,7 @@ checks that the table is complete.
 
 from __future__ import annotations
 
-from controlplane.core.errors.access import IdentityMismatch, PermissionDenied, Unauthenticated
+from controlplane.core.errors.access import IdentityMismatch, PermissionDenied, RateLimited, Unauthenticated
 from controlplane.core.errors.failures import (
     CanaryDisagrees,
     CanaryFailed,
@@ -157,6 +157,7 @@ __all__ = [
     "NotWelcomed",
     "PeerLost",
     "PermissionDenied",
+    "RateLimited",
     "Refused",
     "RequestAborted",
     "RequestConflict",

@@ -36,3 +36,14 @@ class IdentityMismatch(Refused):
     template = "{caller} may not speak as {claimed}"
     caller: str
     claimed: str
+
+
+@dataclass(eq=False)
+class RateLimited(Refused):
+    """The caller calls more often than one caller may. Come again after `retry_seconds`."""
+
+    reason = "RATE_LIMITED"
+    template = "{caller} calls more than {calls_per_second} times a second; come again in {retry_seconds} s"
+    caller: str
+    calls_per_second: float
+    retry_seconds: float

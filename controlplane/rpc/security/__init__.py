@@ -5,6 +5,7 @@ TLS and certificates are gRPC's own; tokens are for callers without certificates
 """
 
 from controlplane.rpc.security.guard import Guard, ServerSecurity, caller
+from controlplane.rpc.security.http import HttpGuard, http_tls
 from controlplane.rpc.security.settings import PLAIN, TlsSettings, check_listen
 
-__all__ = ["PLAIN", "Guard", "ServerSecurity", "TlsSettings", "caller", "check_listen"]
+__all__ = ["PLAIN", "Guard", "HttpGuard", "ServerSecurity", "TlsSettings", "caller", "check_listen", "http_tls"]

@@ -50,7 +50,7 @@ PLAIN = TlsSettings()
 """No TLS, no tokens."""
 
 
-def check_listen(listen: str, tls: TlsSettings, insecure: bool) -> None:
+def check_listen(listen: str, tls: TlsSettings, insecure: bool, setting: str = "listen") -> None:
     """That not everybody on the network is let in by mistake (S2).
 
     Raises:
@@ -60,10 +60,12 @@ def check_listen(listen: str, tls: TlsSettings, insecure: bool) -> None:
     if is_loopback(host) or tls.serves_tls:
         return
     if tls.tokens is not None:
-        raise ValueError(f"listen: {listen} takes tokens from other hosts, which needs TLS: set tls.cert, .key and .ca")
+        raise ValueError(
+            f"{setting}: {listen} takes tokens from other hosts, which needs TLS: set tls.cert, .key and .ca"
+        )
     if not insecure:
         raise ValueError(
-            f"listen: other hosts reach {listen}, and whoever does could change what is served. Set tls.cert, tls.key "
+            f"{setting}: other hosts reach {listen}, and whoever does would be an admin. Set tls.cert, tls.key "
             "and tls.ca (weightplane certs dev DIR makes some), or listen on 127.0.0.1, or say insecure = true "
             "(--insecure) where the network itself keeps strangers out"
         )

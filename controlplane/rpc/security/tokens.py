@@ -78,6 +78,11 @@ class Tokens:
                 found = Principal(entry.role, entry.name, entry.run)
         return found
 
+    def count(self, now: datetime.datetime) -> tuple[int, int]:
+        """How many there are, and how many of them have run out."""
+        entries = self._file.get().token
+        return len(entries), sum(entry.expired(now) for entry in entries)
+
 
 def new_token() -> str:
     return PREFIX + secrets.token_urlsafe(TOKEN_BYTES)

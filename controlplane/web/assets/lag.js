@@ -4,16 +4,25 @@ import { byId, keyed, make, row, say } from "./dom.js";
 import { count } from "./words.js";
 
 export function showLag(fleet) {
-  const tokens = sum(fleet.engines.map((e) => e.status.tokens_by_lag.map(Number)));
-  const total = tokens.reduce((a, b) => a + b, 0);
-  const bins = total ? tokens : ofEngines(fleet.engines);
-  const all = bins.reduce((a, b) => a + b, 0);
-  const what = total ? "tokens that the engines' present lives made" : "engines that hold a version";
+  const sums = fleet.token_lags.map((of) => ({ model: of.model, bins: of.tokens_by_lag.map(Number) }));
+  const tokens = sums.filter(({ bins }) => total(bins));
+  const shown = tokens.length ? tokens : [{ model: "", bins: ofEngines(fleet.engines) }];
+  const all = shown.reduce((sum, { bins }) => sum + total(bins), 0);
+  const what = tokens.length ? "tokens that engines made" : "engines that hold a version";
   say(byId("lag-of"), all ? `${count(all)} ${what}, by fleet commits behind the newest` : "nothing was made yet");
-  const last = bins.length - 1;
-  const items = trimmed(bins).map((value, i) => ({ lag: i === last && total ? `${i}+` : String(i), value, all }));
+  const items = shown.flatMap((of) => itemsOf(of, tokens.length > 1, tokens.length > 0));
   keyed(byId("lag-rows"), items, (item) => item.lag, newRow, fill);
 }
+
+/** Of one model; its name goes before the lag where there are several. */
+function itemsOf({ model, bins }, named, open) {
+  const all = total(bins);
+  const last = bins.length - 1;
+  const head = (i) => `${named ? `${model} ` : ""}${i}${i === last && open ? "+" : ""}`;
+  return trimmed(bins).map((value, i) => ({ lag: head(i), value, all }));
+}
+
+const total = (bins) => bins.reduce((a, b) => a + b, 0);
 
 function newRow() {
   const made = row(3, ["number", "share", "number"]);
@@ -25,20 +34,14 @@ function fill(element, { lag, value, all }) {
   const [head, share, number] = element.children;
   say(head, lag);
   share.firstElementChild.hidden = !value;
-  share.firstElementChild.style.width = `${((value / all) * 100).toFixed(2)}%`;
+  share.firstElementChild.style.width = `${((value / (all || 1)) * 100).toFixed(2)}%`;
   say(number, `${count(value)}  ${shareOf(value, all)}`);
 }
 
 function shareOf(value, all) {
-  const part = (value / all) * 100;
+  const part = (value / (all || 1)) * 100;
   if (value && part < 0.05) return "< 0.1 %";
   return `${part >= 9.95 || !value ? part.toFixed(0) : part.toFixed(1)} %`;
-}
-
-function sum(rows) {
-  const bins = [];
-  for (const values of rows) values.forEach((value, i) => (bins[i] = (bins[i] ?? 0) + value));
-  return Array.from(bins, (value) => value ?? 0);
 }
 
 function ofEngines(engines) {

@@ -3,6 +3,7 @@
 import { byId, mark, say } from "./dom.js";
 import { showEvents } from "./events.js";
 import { showFleet } from "./fleet.js";
+import { keepToken, Refused, states } from "./follow.js";
 import { showLag } from "./lag.js";
 import { showSummary } from "./summary.js";
 import { showTopology } from "./topology.js";
@@ -10,6 +11,7 @@ import { onChoice, showUpdates } from "./updates.js";
 import { age, millis } from "./words.js";
 
 const SILENT_SECONDS = 15;
+const AGAIN_MILLIS = 2000;
 let fleet = null;
 let heardAt = 0;
 
@@ -33,18 +35,40 @@ function sayLink(state, text) {
   mark(document.body, "data-stale", state === "live" ? "" : "yes");
 }
 
-function follow() {
-  const source = new EventSource("/api/watch");
-  source.addEventListener("message", (event) => {
-    fleet = JSON.parse(event.data);
-    heardAt = Date.now();
-    sayLink("live", "live");
-    show();
-  });
-  source.addEventListener("error", () => {
+async function follow() {
+  try {
+    for await (const state of states()) {
+      fleet = state;
+      heardAt = Date.now();
+      ask("");
+      sayLink("live", "live");
+      show();
+    }
+    sayLink("lost", "lost the coordinator; this is what it said last");
+  } catch (error) {
+    if (error instanceof Refused) {
+      sayLink("lost", "who looks must say who it is");
+      return ask(error.message);
+    }
     sayLink("lost", fleet ? "lost the coordinator; this is what it said last" : "the coordinator does not answer");
-    if (source.readyState === EventSource.CLOSED) setTimeout(follow, 2000);
-  });
+  }
+  setTimeout(follow, AGAIN_MILLIS);
+}
+
+/** Have a token typed, with the reason; with none, no more. */
+function ask(why) {
+  const form = byId("ask");
+  if (!why && form.hidden) return;
+  say(byId("ask-why"), why);
+  form.hidden = !why;
+  if (why) byId("token").focus();
+}
+
+function takeToken(event) {
+  event.preventDefault();
+  keepToken(byId("token").value);
+  byId("token").value = "";
+  follow();
 }
 
 function tick() {
@@ -76,5 +100,6 @@ followTheme();
 onChoice(show);
 byId("find").addEventListener("input", show);
 byId("odd").addEventListener("change", show);
+byId("ask").addEventListener("submit", takeToken);
 setInterval(tick, 1000);
 follow();

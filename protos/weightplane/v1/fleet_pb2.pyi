@@ -1338,6 +1338,93 @@ class AbortUpdateResponse(_message.Message):
 Global___AbortUpdateResponse: _TypeAlias = AbortUpdateResponse  # noqa: Y015
 
 @_typing.final
+class ReportStacksRequest(_message.Message):
+    """What an update waited for was doing this."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run."""
+    update_id: _builtins.str
+    """The update."""
+    term: _builtins.int
+    """The caller's term."""
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[Global___KeptStacks]:
+        """Each process."""
+
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        update_id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        processes: _abc.Iterable[Global___KeptStacks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "run_id", b"run_id", "term", b"term", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportStacksRequest: _TypeAlias = ReportStacksRequest  # noqa: Y015
+
+@_typing.final
+class KeptStacks(_message.Message):
+    """A process's stacks, of one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    PID_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """Which it is, for people: the rank, or the engine's process."""
+    pid: _builtins.int
+    """Its id on its host; 0: nobody knows."""
+    text: _builtins.str
+    """Its threads' stacks, without local variables and without its command line. Empty: see `problem`."""
+    problem: _builtins.str
+    """Why there are none. Empty: there are."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        pid: _builtins.int = ...,
+        text: _builtins.str = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "pid", b"pid", "problem", b"problem", "text", b"text"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KeptStacks: _TypeAlias = KeptStacks  # noqa: Y015
+
+@_typing.final
+class ReportStacksResponse(_message.Message):
+    """They are kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReportStacksResponse: _TypeAlias = ReportStacksResponse  # noqa: Y015
+
+@_typing.final
 class WatchRoutesRequest(_message.Message):
     """Asks for routes."""
 

@@ -55,6 +55,11 @@ class FleetStub:
                 request_serializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateResponse.FromString,
                 _registered_method=True)
+        self.ReportStacks = channel.unary_unary(
+                '/weightplane.v1.Fleet/ReportStacks',
+                request_serializer=weightplane_dot_v1_dot_fleet__pb2.ReportStacksRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_fleet__pb2.ReportStacksResponse.FromString,
+                _registered_method=True)
         self.PublishCheckpoint = channel.unary_unary(
                 '/weightplane.v1.Fleet/PublishCheckpoint',
                 request_serializer=weightplane_dot_v1_dot_fleet__pb2.PublishCheckpointRequest.SerializeToString,
@@ -133,6 +138,16 @@ class FleetServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportStacks(self, request, context):
+        """Keep what processes were doing when an update's limit came, for people: of the newest updates, for a day, in memory.
+        Decides nothing. What was kept of a process by that name, of that update, is replaced.
+
+        Errors: STALE_TERM, WRONG_RUN, UNKNOWN_UPDATE. Do not retry: they are of one moment.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def PublishCheckpoint(self, request, context):
         """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
         engines up to date by itself, and can roll back to it. Idempotent.
@@ -184,6 +199,11 @@ def add_FleetServicer_to_server(servicer, server):
                     servicer.AbortUpdate,
                     request_deserializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_fleet__pb2.AbortUpdateResponse.SerializeToString,
+            ),
+            'ReportStacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportStacks,
+                    request_deserializer=weightplane_dot_v1_dot_fleet__pb2.ReportStacksRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_fleet__pb2.ReportStacksResponse.SerializeToString,
             ),
             'PublishCheckpoint': grpc.unary_unary_rpc_method_handler(
                     servicer.PublishCheckpoint,
@@ -310,6 +330,33 @@ class Fleet:
             '/weightplane.v1.Fleet/AbortUpdate',
             weightplane_dot_v1_dot_fleet__pb2.AbortUpdateRequest.SerializeToString,
             weightplane_dot_v1_dot_fleet__pb2.AbortUpdateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportStacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Fleet/ReportStacks',
+            weightplane_dot_v1_dot_fleet__pb2.ReportStacksRequest.SerializeToString,
+            weightplane_dot_v1_dot_fleet__pb2.ReportStacksResponse.FromString,
             options,
             channel_credentials,
             insecure,

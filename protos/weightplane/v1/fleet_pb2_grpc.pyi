@@ -74,6 +74,12 @@ class FleetStub:
 
     Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
     """
+    ReportStacks: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.ReportStacksRequest, _fleet_pb2.ReportStacksResponse]
+    """Keep what processes were doing when an update's limit came, for people: of the newest updates, for a day, in memory.
+    Decides nothing. What was kept of a process by that name, of that update, is replaced.
+
+    Errors: STALE_TERM, WRONG_RUN, UNKNOWN_UPDATE. Do not retry: they are of one moment.
+    """
     PublishCheckpoint: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.PublishCheckpointRequest, _fleet_pb2.PublishCheckpointResponse]
     """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
     engines up to date by itself, and can roll back to it. Idempotent.
@@ -137,6 +143,12 @@ class FleetAsyncStub(FleetStub):
     """Give an update up. Costs nothing before GO; after GO it is refused, the engines' reports decide.
 
     Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
+    """
+    ReportStacks: _aio.UnaryUnaryMultiCallable[_fleet_pb2.ReportStacksRequest, _fleet_pb2.ReportStacksResponse]  # type: ignore[assignment]
+    """Keep what processes were doing when an update's limit came, for people: of the newest updates, for a day, in memory.
+    Decides nothing. What was kept of a process by that name, of that update, is replaced.
+
+    Errors: STALE_TERM, WRONG_RUN, UNKNOWN_UPDATE. Do not retry: they are of one moment.
     """
     PublishCheckpoint: _aio.UnaryUnaryMultiCallable[_fleet_pb2.PublishCheckpointRequest, _fleet_pb2.PublishCheckpointResponse]  # type: ignore[assignment]
     """Tell that a committed version lies in a directory that engines can read: from then on the coordinator brings
@@ -222,6 +234,18 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         """Give an update up. Costs nothing before GO; after GO it is refused, the engines' reports decide.
 
         Errors: UNKNOWN_UPDATE, STALE_TERM, FRAME_OUT_OF_ORDER (after GO). Idempotent.
+        """
+
+    @_abc_1.abstractmethod
+    def ReportStacks(
+        self,
+        request: _fleet_pb2.ReportStacksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_fleet_pb2.ReportStacksResponse, _abc.Awaitable[_fleet_pb2.ReportStacksResponse]]:
+        """Keep what processes were doing when an update's limit came, for people: of the newest updates, for a day, in memory.
+        Decides nothing. What was kept of a process by that name, of that update, is replaced.
+
+        Errors: STALE_TERM, WRONG_RUN, UNKNOWN_UPDATE. Do not retry: they are of one moment.
         """
 
     @_abc_1.abstractmethod

@@ -535,6 +535,62 @@ class AcceptLedgerResponse(_message.Message):
 Global___AcceptLedgerResponse: _TypeAlias = AcceptLedgerResponse  # noqa: Y015
 
 @_typing.final
+class GetStacksRequest(_message.Message):
+    """Asks for stacks."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUN_ID_FIELD_NUMBER: _builtins.int
+    UPDATE_ID_FIELD_NUMBER: _builtins.int
+    run_id: _builtins.str
+    """The run. Empty: the coordinator's."""
+    update_id: _builtins.str
+    """The update."""
+    def __init__(
+        self,
+        *,
+        run_id: _builtins.str = ...,
+        update_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["run_id", b"run_id", "update_id", b"update_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStacksRequest: _TypeAlias = GetStacksRequest  # noqa: Y015
+
+@_typing.final
+class GetStacksResponse(_message.Message):
+    """What was kept."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROCESSES_FIELD_NUMBER: _builtins.int
+    REPORT_TIME_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def processes(self) -> _containers.RepeatedCompositeFieldContainer[_fleet_pb2.KeptStacks]:
+        """Each process, by name."""
+
+    @_builtins.property
+    def report_time(self) -> _timestamp_pb2.Timestamp:
+        """When the last of them came."""
+
+    def __init__(
+        self,
+        *,
+        processes: _abc.Iterable[_fleet_pb2.KeptStacks] | None = ...,
+        report_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report_time", b"report_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["processes", b"processes", "report_time", b"report_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetStacksResponse: _TypeAlias = GetStacksResponse  # noqa: Y015
+
+@_typing.final
 class GetFleetRequest(_message.Message):
     """Asks for the fleet."""
 
@@ -645,6 +701,7 @@ class FleetView(_message.Message):
     PLANS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
     AWAITED_ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    TOKEN_LAGS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     coordinator_term: _builtins.int
@@ -691,6 +748,10 @@ class FleetView(_message.Message):
     def awaited_engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Engines that the ledger knows and that have not reported since the coordinator's start; while `recovering`."""
 
+    @_builtins.property
+    def token_lags(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLags]:
+        """How stale the tokens were that were made, by model."""
+
     def __init__(
         self,
         *,
@@ -707,14 +768,43 @@ class FleetView(_message.Message):
         plans: _abc.Iterable[Global___ModelPlan] | None = ...,
         events: _abc.Iterable[Global___FleetEvent] | None = ...,
         awaited_engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        token_lags: _abc.Iterable[Global___TokenLags] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_engine_ids", b"awaited_engine_ids", "checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "events", b"events", "ledger_regressed", b"ledger_regressed", "plans", b"plans", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "time", b"time", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["awaited_engine_ids", b"awaited_engine_ids", "checkpoints", b"checkpoints", "coordinator_term", b"coordinator_term", "engines", b"engines", "events", b"events", "ledger_regressed", b"ledger_regressed", "plans", b"plans", "recovering", b"recovering", "run_id", b"run_id", "state", b"state", "time", b"time", "token_lags", b"token_lags", "trainers", b"trainers", "updates", b"updates"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FleetView: _TypeAlias = FleetView  # noqa: Y015
+
+@_typing.final
+class TokenLags(_message.Message):
+    """Tokens that a model's engines made, in all lives of theirs that the coordinator heard of since its start."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENS_BY_LAG_FIELD_NUMBER: _builtins.int
+    model: _builtins.str
+    """The model."""
+    @_builtins.property
+    def tokens_by_lag(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """By lag, as EngineStatus.tokens_by_lag: 9 entries, those of 0 to 7 fleet commits, and of more."""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.str = ...,
+        tokens_by_lag: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "tokens_by_lag", b"tokens_by_lag"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TokenLags: _TypeAlias = TokenLags  # noqa: Y015
 
 @_typing.final
 class ModelPlan(_message.Message):

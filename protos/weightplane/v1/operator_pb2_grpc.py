@@ -50,6 +50,11 @@ class OperatorStub:
                 request_serializer=weightplane_dot_v1_dot_operator__pb2.RollbackRequest.SerializeToString,
                 response_deserializer=weightplane_dot_v1_dot_operator__pb2.RollbackResponse.FromString,
                 _registered_method=True)
+        self.GetStacks = channel.unary_unary(
+                '/weightplane.v1.Operator/GetStacks',
+                request_serializer=weightplane_dot_v1_dot_operator__pb2.GetStacksRequest.SerializeToString,
+                response_deserializer=weightplane_dot_v1_dot_operator__pb2.GetStacksResponse.FromString,
+                _registered_method=True)
         self.AcceptLedger = channel.unary_unary(
                 '/weightplane.v1.Operator/AcceptLedger',
                 request_serializer=weightplane_dot_v1_dot_operator__pb2.AcceptLedgerRequest.SerializeToString,
@@ -100,6 +105,16 @@ class OperatorServicer:
 
         Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
         COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetStacks(self, request, context):
+        """What the processes were doing that an update waited for, when its limit came; see Fleet.ReportStacks. Empty: no limit
+        came, or it is a day ago, or the coordinator was started since.
+
+        Errors: WRONG_RUN, UNKNOWN_UPDATE (NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -168,6 +183,11 @@ def add_OperatorServicer_to_server(servicer, server):
                     servicer.Rollback,
                     request_deserializer=weightplane_dot_v1_dot_operator__pb2.RollbackRequest.FromString,
                     response_serializer=weightplane_dot_v1_dot_operator__pb2.RollbackResponse.SerializeToString,
+            ),
+            'GetStacks': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetStacks,
+                    request_deserializer=weightplane_dot_v1_dot_operator__pb2.GetStacksRequest.FromString,
+                    response_serializer=weightplane_dot_v1_dot_operator__pb2.GetStacksResponse.SerializeToString,
             ),
             'AcceptLedger': grpc.unary_unary_rpc_method_handler(
                     servicer.AcceptLedger,
@@ -272,6 +292,33 @@ class Operator:
             '/weightplane.v1.Operator/Rollback',
             weightplane_dot_v1_dot_operator__pb2.RollbackRequest.SerializeToString,
             weightplane_dot_v1_dot_operator__pb2.RollbackResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetStacks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/weightplane.v1.Operator/GetStacks',
+            weightplane_dot_v1_dot_operator__pb2.GetStacksRequest.SerializeToString,
+            weightplane_dot_v1_dot_operator__pb2.GetStacksResponse.FromString,
             options,
             channel_credentials,
             insecure,

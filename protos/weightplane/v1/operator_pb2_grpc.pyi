@@ -50,6 +50,12 @@ class OperatorStub:
     Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
     COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
     """
+    GetStacks: _grpc.UnaryUnaryMultiCallable[_operator_pb2.GetStacksRequest, _operator_pb2.GetStacksResponse]
+    """What the processes were doing that an update waited for, when its limit came; see Fleet.ReportStacks. Empty: no limit
+    came, or it is a day ago, or the coordinator was started since.
+
+    Errors: WRONG_RUN, UNKNOWN_UPDATE (NOT_FOUND).
+    """
     AcceptLedger: _grpc.UnaryUnaryMultiCallable[_operator_pb2.AcceptLedgerRequest, _operator_pb2.AcceptLedgerResponse]
     """Take a ledger as it is that turned out to be an older copy (LEDGER_REGRESSED). Nothing up to the numbers and terms
     that agents told of is ever given again; what the lost part of the ledger served is not served any more, until
@@ -102,6 +108,12 @@ class OperatorAsyncStub(OperatorStub):
 
     Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
     COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+    """
+    GetStacks: _aio.UnaryUnaryMultiCallable[_operator_pb2.GetStacksRequest, _operator_pb2.GetStacksResponse]  # type: ignore[assignment]
+    """What the processes were doing that an update waited for, when its limit came; see Fleet.ReportStacks. Empty: no limit
+    came, or it is a day ago, or the coordinator was started since.
+
+    Errors: WRONG_RUN, UNKNOWN_UPDATE (NOT_FOUND).
     """
     AcceptLedger: _aio.UnaryUnaryMultiCallable[_operator_pb2.AcceptLedgerRequest, _operator_pb2.AcceptLedgerResponse]  # type: ignore[assignment]
     """Take a ledger as it is that turned out to be an older copy (LEDGER_REGRESSED). Nothing up to the numbers and terms
@@ -170,6 +182,18 @@ class OperatorServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: WRONG_RUN, CHECKPOINT_UNKNOWN (NOT_FOUND), UPDATE_IN_PROGRESS (ABORTED), NO_ENGINES, NOT_ENOUGH_ENGINES,
         COORDINATOR_RECOVERING, LEDGER_REGRESSED, REQUEST_CONFLICT, REQUEST_REPEATED, as BeginUpdate.
+        """
+
+    @_abc_1.abstractmethod
+    def GetStacks(
+        self,
+        request: _operator_pb2.GetStacksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_operator_pb2.GetStacksResponse, _abc.Awaitable[_operator_pb2.GetStacksResponse]]:
+        """What the processes were doing that an update waited for, when its limit came; see Fleet.ReportStacks. Empty: no limit
+        came, or it is a day ago, or the coordinator was started since.
+
+        Errors: WRONG_RUN, UNKNOWN_UPDATE (NOT_FOUND).
         """
 
     @_abc_1.abstractmethod
