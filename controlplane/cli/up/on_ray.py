@@ -111,9 +111,9 @@ class RayCluster:
             code, lines = await _answer(held.actor.wait.remote())
             outcome = Ended(code, how_it_ended(process.name, code, lines))
         except self.ray.exceptions.RayError as error:
-            outcome = Ended(None, f"{process.name} was lost with its node or its actor: {_first_line(error)}")
+            outcome = Ended(None, f"{process.name}: lost with its node or its actor: {_first_line(error)}")
         except TimeoutError:
-            outcome = Ended(None, f"{process.name}: its actor, or an engine that it is beside, did not answer in time")
+            outcome = Ended(None, f"{process.name}: lost: its actor, or an engine that it is beside, did not answer in time")
         self._let_go(held)
         return outcome
 

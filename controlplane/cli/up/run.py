@@ -149,8 +149,8 @@ class _Fleet:
             if isinstance(verdict, Never):
                 self.console.print(f"{ended.said}\n{name}: not started again: {verdict.why}")
                 return ended
-            how = "lost with its node" if ended.code is None else f"ended with code {ended.code}"
-            self.console.print(f"{name}: {how}; again in {verdict.seconds:.0f} s")
+            how = ended.said if ended.code is None else f"{name}: ended with code {ended.code}"
+            self.console.print(f"{how}; again in {verdict.seconds:.0f} s")
             await asyncio.sleep(verdict.seconds)
 
     async def stop_all(self) -> None:
