@@ -69,7 +69,8 @@ TRAIN = """
 import os
 from pathlib import Path
 from tests.support.toy_rank import main
-Path(__file__).with_name("devices.txt").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
+if "CUDA_VISIBLE_DEVICES" in os.environ:
+    Path(__file__).with_name("devices.txt").write_text(os.environ["CUDA_VISIBLE_DEVICES"])
 main()
 """
 REPOSITORY = Path(__file__).parents[2]
@@ -254,7 +255,9 @@ def a_fenced_trainer_is_not_started_again(fleet: Fleet, watch: Watch) -> None:
     words += ["--set", "takeover=true", "--set", f"state_dir={fleet.directory / 'other'}"]
     command = [sys.executable, "-m", "controlplane.cli.main", "trainer", *words]
     with (fleet.directory / "other.log").open("wb") as log:
-        other = subprocess.Popen(command, stdout=log, stderr=log, cwd=REPOSITORY, start_new_session=True)
+        other = subprocess.Popen(
+            command, stdout=log, stderr=log, start_new_session=True, env=os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        )
     try:
         fleet.wait("it stays down", lambda: "policy: not started again: a restart would not help" in fleet.said)
         assert f"policy ended with code {ExitCode.FENCED:d}" in fleet.said

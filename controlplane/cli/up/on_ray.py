@@ -113,7 +113,9 @@ class RayCluster:
         except self.ray.exceptions.RayError as error:
             outcome = Ended(None, f"{process.name}: lost with its node or its actor: {_first_line(error)}")
         except TimeoutError:
-            outcome = Ended(None, f"{process.name}: lost: its actor, or an engine that it is beside, did not answer in time")
+            outcome = Ended(
+                None, f"{process.name}: lost: its actor, or an engine that it is beside, did not answer in time"
+            )
         self._let_go(held)
         return outcome
 
