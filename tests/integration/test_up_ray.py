@@ -243,7 +243,8 @@ def a_slot_whose_node_dies_moves_as_a_whole_and_pushes_on(fleet: Fleet, watch: W
     other = fleet.nodes.add(**ROOM)
     fleet.nodes.kill(fleet.full_id(fleet.node_of("p-0")))
     fleet.wait("p-0 serves again", lambda: watch.serves("p-0", before.applied + 1, but=before.incarnation))
-    fleet.wait("the trainer pushes", lambda: watch.serves("p-1", watch.last("p-0").applied + 2))
+    moved = watch.last("p-0").applied
+    fleet.wait("the trainer pushes", lambda: watch.serves("p-0", moved + 2) and watch.serves("p-1", moved + 2))
     assert fleet.node_of("p-0") == fleet.node_of("policy") == other[:NODE_DIGITS]
     assert not [s for s in watch.seen if s.routable and s.applied not in s.served]
 
