@@ -7,6 +7,7 @@ that a Containerfile says is done for real.
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -42,10 +43,10 @@ def wheels(directory: Path) -> Path:
     return directory
 
 
-def packages_here() -> Path:
+@contextmanager
+def packages_here() -> Iterator[Path]:
     """This environment's packages by hard links, without what no base image has."""
-    here, there = Path(sysconfig.get_path("purelib")), TREES / "packages"
-    shutil.rmtree(there, ignore_errors=True)
+    here, there = Path(sysconfig.get_path("purelib")), TREES / f"packages.{os.getpid()}"
     TREES.mkdir(parents=True, exist_ok=True)
     linked = subprocess.run(["cp", "-al", str(here), str(there)], capture_output=True, timeout=120, check=False)
     if linked.returncode != 0:  # another file system
@@ -54,7 +55,10 @@ def packages_here() -> Path:
     for pattern in NOT_THE_BASES:
         for path in there.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return there
+    try:
+        yield there
+    finally:
+        shutil.rmtree(there, ignore_errors=True)
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ class Image:
         binds = (f"{self.packages}:{PACKAGES}", *more)
         inside = contained(self.root, *command, binds=binds, shm=shm)
         done = subprocess.run(inside, capture_output=True, text=True, timeout=timeout, check=False)
-        return done.returncode, done.stdout + done.stderr
+        return done.returncode, done.stdout or done.stderr
 
     def printed(self, *command: str) -> str:
         return self.run(*command)[1].strip()
@@ -79,7 +79,8 @@ def image(request: pytest.FixtureRequest, store: Store, agent_base: Path) -> Ite
 def agent_base(store: Store) -> Iterator[Path]:
     """The packages that it has."""
     store.make_agent_base()
-    yield packages_here()
+    with packages_here() as packages:
+        yield packages
     store.forget(AGENT_BASE)
 
 

@@ -288,7 +288,7 @@ def test_without_a_cluster_nothing_is_started(tmp_path: Path) -> None:
         text=True,
         timeout=120,
         check=False,
-        env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{free_port()}", "RAY_gcs_rpc_server_reconnect_timeout_s": "5"},
+        env=os.environ | {"RAY_ADDRESS": f"127.0.0.1:{free_port()}"},
     )
     assert ended.returncode == ExitCode.UNREACHABLE, ended.stderr
     assert "no Ray cluster answers at RAY_ADDRESS" in ended.stderr

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -23,6 +24,7 @@ from controlplane.cli.up.places import Ended, Process
 from controlplane.cli.up.ray_process import Begun, RayProcess
 from controlplane.exit_codes import ExitCode
 from controlplane.fleet_file import Bundle, Together
+from controlplane.rpc.addresses import split_address
 
 STOP_SECONDS = {"trainer": 35.0, "engine": 30.0}
 """For an orderly end on the node, in this order of kinds: ranks end in order, engines drain."""
@@ -35,6 +37,7 @@ DEVICES_SECONDS = 120.0
 METHODS_AT_ONCE = 4
 """Of an actor: `wait` takes one for good."""
 
+KNOCK_SECONDS = 5.0
 NODE_DIGITS = 12
 """Of Ray's name of a node, shown."""
 
@@ -194,11 +197,18 @@ def connected(logs: str, say: Callable[[str], None]) -> RayCluster:
         raise CommandFailed(ExitCode.CONFIG, "ray is not installed here: pip install 'weightplane[ray]'") from error
     address = os.environ.get("RAY_ADDRESS", "auto")
     try:
+        _knock(address)
         ray.init(address=address, log_to_driver=False, logging_level="warning", namespace="weightplane")
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         text = f"no Ray cluster answers at RAY_ADDRESS={address}: {_first_line(error)}"
         raise CommandFailed(ExitCode.UNREACHABLE, text) from error
     return RayCluster(ray, logs, say)
+
+
+def _knock(address: str) -> None:
+    """Ray tries for minutes, and then may end this process. Raises OSError: nobody listens there."""
+    if ":" in address and "://" not in address:
+        socket.create_connection(split_address(address), timeout=KNOCK_SECONDS).close()
 
 
 def _resources(bundle: Bundle) -> dict[str, float]:
