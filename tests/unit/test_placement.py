@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from controlplane.cli.up.places import Process
 from controlplane.cli.up.ray_process import command_line
 from controlplane.cli.up.restarts import LONG_LIFE_SECONDS, MAX_RESTARTS, Again, Deaths, Never
 from controlplane.cli.up.settings import checked, trainer_of
+from controlplane.cli.up.show import show
 from controlplane.config import ConfigError
 from controlplane.exit_codes import ExitCode
 from controlplane.fleet_file import Bundle, placed, read_fleet_file, trainers_of
@@ -115,6 +117,14 @@ def test_two_trainers_share_no_name_and_no_engine(tmp_path: Path, second: str, s
 def test_a_trainer_that_the_file_does_not_have_is_refused_with_the_nearest(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no trainer of the fleet file has this id; did you mean policy\?"):
         trainer_of(written(tmp_path), "polici", {})
+
+
+def test_a_dry_run_shows_trainers_and_what_they_are_beside(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(checked(written(tmp_path)), as_json=True)
+    (trainer,) = json.loads(capsys.readouterr().out)["trainers"]
+    runs = f"{tmp_path / 'train.py'} --steps 3"
+    beside = ["p-0", "p-2"]
+    assert trainer == {"trainer_id": "policy", "model": "policy", "ranks": "4", "runs": runs, "beside": beside}
 
 
 # ---- what a node gives --------------------------------------------------------------------------
