@@ -82,10 +82,10 @@ class Store:
         self.buildah("commit", "--rm", base, PLAIN_BASE)
 
     def make_agent_base(self) -> None:
-        """The same with an environment that finds the mounted packages."""
+        """The same with an environment that finds the mounted packages, setuptools among them: torch wants a late one."""
         base = self.buildah("from", PLAIN_BASE)
         named = f"echo {PACKAGES} > /opt/base/lib/python3.11/site-packages/packages.pth"
-        script = f"python3 -m venv /opt/base && {named}"
+        script = f"python3 -m venv /opt/base && /opt/base/bin/pip uninstall -q -y setuptools && {named}"
         self.buildah("run", "--isolation", "chroot", base, "--", "/bin/sh", "-c", script)
         self.buildah("config", "--env", f"PATH={BASE_PATH}", base)
         self.buildah("commit", "--rm", base, AGENT_BASE)
