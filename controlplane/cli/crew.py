@@ -143,9 +143,13 @@ class Crew:
 
 def died(child: Child) -> CommandFailed:
     """What to say of a process that ended though it should not have."""
-    code = child.process.returncode
+    return CommandFailed(ExitCode.FAILED, how_it_ended(child.name, child.process.returncode, _last_lines(child)))
+
+
+def how_it_ended(name: str, code: int | None, lines: Iterable[str]) -> str:
+    """What to say of a process's end: its code, and the last lines of its log."""
     how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
-    return CommandFailed(ExitCode.FAILED, f"{child.name} ended with {how}{_tail(child)}")
+    return f"{name} ended with {how}{_shown(name, lines)}"
 
 
 def marked(mark: str) -> list[int]:
@@ -161,8 +165,15 @@ def marked(mark: str) -> list[int]:
 
 
 def _tail(child: Child) -> str:
-    lines = child.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
-    return "".join(f"\n  {child.name} | {line[:LOG_LINE_WIDTH]}" for line in lines)
+    return _shown(child.name, _last_lines(child))
+
+
+def _last_lines(child: Child) -> list[str]:
+    return child.log.read_text(errors="replace").splitlines()[-LOG_LINES_SHOWN:]
+
+
+def _shown(name: str, lines: Iterable[str]) -> str:
+    return "".join(f"\n  {name} | {line[:LOG_LINE_WIDTH]}" for line in lines)
 
 
 def _signal(pid: int, number: signal.Signals) -> None:

@@ -7,13 +7,17 @@ until it is done, fails, or gets SIGINT or SIGTERM.
 from __future__ import annotations
 
 import asyncio
+import os
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
 
 from controlplane.cli.ending import CommandFailed, reported
 from controlplane.exit_codes import ExitCode
+
+if TYPE_CHECKING:
+    from trainer_agent.agent.settings import TrainerSettings
 
 T = TypeVar("T")
 
@@ -94,7 +98,6 @@ def engine(
     head: Annotated[
         str | None, typer.Option("--head", metavar="HOST:PORT", help="With --member-of: the engine's agent.")
     ] = None,
-    on_ray: Annotated[bool, typer.Option("--ray", help="On a node of the Ray cluster at RAY_ADDRESS.")] = False,
     insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
@@ -116,8 +119,6 @@ def engine(
     given = _given(sets, listen=listen, coordinator=coordinator, insecure=_flag(insecure))
     if (fleet is None) != (engine_id is None):
         raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")
-    if on_ray:
-        return _on_ray(fleet, engine_id)
     if fleet is not None and engine_id is not None:
         from controlplane.cli.up.settings import engine_of
 
@@ -138,6 +139,10 @@ def trainer(
     coordinator: Annotated[
         str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
     ] = None,
+    fleet: Fleet = None,
+    trainer_id: Annotated[
+        str | None, typer.Option("--id", metavar="ID", help="Which trainer of the fleet file.")
+    ] = None,
     insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
@@ -148,19 +153,31 @@ def trainer(
     from trainer_agent.agent import run_trainer
     from trainer_agent.agent.settings import TrainerSettings
 
-    settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator, insecure=_flag(insecure)))
+    given = _given(sets, coordinator=coordinator, insecure=_flag(insecure))
+    if (fleet is None) != (trainer_id is None):
+        raise typer.BadParameter("--fleet and --id go together: the file, and which of its trainers")
+    if fleet is not None and trainer_id is not None:
+        _only_one(config)
+        settings, command = _trainer_of(fleet, trainer_id, given, command)
+    else:
+        settings = _settings(TrainerSettings, config, given)
     if not command:
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, log_format, die_with_parent)
     return asyncio.run(run_trainer(settings, command))
 
 
-def _on_ray(fleet: Path | None, engine_id: str | None) -> int:
-    from controlplane.cli.up.on_ray import run_on_ray
+def _trainer_of(
+    fleet: Path, trainer_id: str, given: dict[str, Any], command: list[str] | None
+) -> tuple[TrainerSettings, list[str]]:
+    """A command on the command line goes over the file's. Ranks see the devices of the engines that they are beside."""
+    from controlplane.cli.up.settings import trainer_of
+    from engine_agent.vllm.environment import gpu_present
 
-    if fleet is None or engine_id is None:
-        raise typer.BadParameter("--ray is for an engine of a fleet file: give --fleet and --id")
-    return run_on_ray(fleet, engine_id)
+    found = trainer_of(fleet, trainer_id, given)
+    if found.devices and gpu_present():
+        os.environ.setdefault("CUDA_VISIBLE_DEVICES", ",".join(str(device) for device in found.devices))
+    return found.settings, command or list(found.command)
 
 
 def _given(sets: list[str] | None, **flags: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from controlplane.fleet_file.settings import Device, FleetFile, GroupSettings, Role
+from controlplane.fleet_file.trainers import TrainerTable
 
 MEMORY = "memory"
 """The engine backend that has no vLLM."""
@@ -22,6 +23,19 @@ class EngineEntry:
     """Of its agent, nested as the agent's own file is."""
 
 
+@dataclass(frozen=True)
+class TrainerEntry:
+    """One trainer agent of the file."""
+
+    trainer_id: str
+    settings: Mapping[str, Any]
+    """Of its agent, nested as the agent's own file is."""
+    command: tuple[str, ...]
+    """What each rank runs: a script and its arguments."""
+    devices: tuple[Device, ...]
+    """Of the engines that it is beside, in their order; empty: any."""
+
+
 def engines_of(fleet: FleetFile, *, gpu: bool) -> tuple[EngineEntry, ...]:
     """Every engine, in the file's order. `gpu`: the host has GPUs, so device numbers are theirs."""
     return tuple(entry for group in fleet.groups for entry in _engines(fleet, group, gpu=gpu))
@@ -34,16 +48,49 @@ def coordinator_settings(fleet: FleetFile) -> dict[str, Any]:
     return settings | ({"min_engines": minimums} if minimums else {}) | dict(fleet.coordinator)
 
 
+def trainers_of(fleet: FleetFile) -> tuple[TrainerEntry, ...]:
+    """Every trainer agent, in the file's order."""
+    return tuple(_trainer(fleet, table) for table in fleet.trainers)
+
+
+def _trainer(fleet: FleetFile, table: TrainerTable) -> TrainerEntry:
+    settings: dict[str, Any] = {
+        "coordinator": fleet.address,
+        "run_id": fleet.run_id,
+        "trainer_id": table.name,
+        "model": table.model,
+        "nproc_per_node": table.ranks,
+        "state_dir": str(fleet.state_dir / "trainers" / table.name),
+    }
+    if fleet.checkpoint_root is not None:
+        settings["checkpoint_root"] = str(fleet.checkpoint_root)
+    settings |= dict(fleet.trainer) | dict(table.settings)
+    devices = tuple(d for engine in table.beside for d in devices_of(fleet, engine))
+    return TrainerEntry(table.name, settings, (str(table.script), *table.arguments), devices)
+
+
+def devices_of(fleet: FleetFile, engine_id: str) -> tuple[Device, ...]:
+    """What the file gives to one engine; empty: any, or no such engine."""
+    for group in fleet.groups:
+        name, _, number = engine_id.rpartition("-")
+        if name == group.name and number.isdecimal() and int(number) < group.count:
+            return _share(group, int(number))
+    return ()
+
+
+def _share(group: GroupSettings, number: int) -> tuple[Device, ...]:
+    first = number * group.devices_each
+    return group.devices[first : first + group.devices_each]
+
+
 def _engines(fleet: FleetFile, group: GroupSettings, *, gpu: bool) -> Iterator[EngineEntry]:
     for number in range(group.count):
         engine_id = f"{group.name}-{number}"
-        first = number * group.devices_each
-        devices = group.devices[first : first + group.devices_each]
         settings = _common(fleet, group) | {"engine_id": engine_id} | _of_role(fleet, group)
         settings |= dict(fleet.engine) | dict(group.engine)
         if settings.get("backend") != MEMORY:
             settings["vllm"] = _vllm(fleet, group)
-        yield EngineEntry(engine_id, group.name, _with_devices(settings, devices, gpu=gpu))
+        yield EngineEntry(engine_id, group.name, _with_devices(settings, _share(group, number), gpu=gpu))
 
 
 def _common(fleet: FleetFile, group: GroupSettings) -> dict[str, Any]:

@@ -14,11 +14,15 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from controlplane.fleet_file.trainers import TrainerTable
+
 Device = int | str
 """A number of this host's devices, or a UUID such as `GPU-…`."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 MAX_ENGINES = 10_000
+COORDINATOR = "coordinator"
+"""The name of its process, which no other has."""
 
 
 class Role(Enum):
@@ -106,6 +110,10 @@ class FleetFile:
     """Settings of every engine's vLLM."""
     groups: tuple[GroupSettings, ...] = ()
     """The engines."""
+    trainer: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of every trainer agent."""
+    trainers: tuple[TrainerTable, ...] = ()
+    """Trainer agents that are started with the engines."""
 
     def __post_init__(self) -> None:
         if self.address.endswith(":0"):
@@ -117,6 +125,7 @@ class FleetFile:
             raise ValueError(f"two groups have the name {twice[0]}")
         self._check_devices()
         self._check_pairs()
+        self._check_trainers()
 
     def _check_devices(self) -> None:
         taken: dict[Device, str] = {}
@@ -134,6 +143,24 @@ class FleetFile:
             models = sorted({g.model for g in groups})
             if len(models) > 1:
                 raise ValueError(f"the pair {pair} has one model, not {' and '.join(models)}")
+
+    def _check_trainers(self) -> None:
+        engines = {f"{g.name}-{number}" for g in self.groups for number in range(g.count)}
+        taken: dict[str, str] = {}
+        for trainer in self.trainers:
+            if not _NAME.fullmatch(trainer.name):
+                raise ValueError(f"a trainer's name is letters, digits, dots and dashes, not {trainer.name!r}")
+            if trainer.name in {*engines, COORDINATOR}:
+                raise ValueError(f"the name {trainer.name} is given to a trainer and to another process")
+            for engine in trainer.beside:
+                if engine not in engines:
+                    raise ValueError(f"{trainer.name} is beside {engine}, and no engine of the file has this id")
+                if engine in taken:
+                    raise ValueError(f"{trainer.name} and {taken[engine]} are both beside {engine}")
+                taken[engine] = trainer.name
+        twice = [name for name, times in Counter(t.name for t in self.trainers).items() if times > 1]
+        if twice:
+            raise ValueError(f"two trainers have the name {twice[0]}")
 
     def pair_size(self, pair: str) -> int:
         """Engines of a pair, of both roles."""

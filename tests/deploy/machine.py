@@ -68,7 +68,9 @@ class Machine:
         return done.stdout.strip()
 
     def start(self, *command: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(self._inside(*command), stdout=subprocess.PIPE, text=True)
+        """Its stdout is the caller's to read; what it says else is nobody's."""
+        quiet = subprocess.DEVNULL
+        return subprocess.Popen(self._inside(*command), stdout=subprocess.PIPE, stderr=quiet, text=True)
 
     def power_off(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import re
 import textwrap
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from controlplane.exit_codes import ExitCode
+from engine_agent.settings import EngineSettings
 from tests.deploy.machine import REPOSITORY, Machine, booted, missing
 from tests.support.eventually import eventually_blocking
 from tests.support.toy_rank import SHAPES
@@ -52,20 +54,23 @@ sys.argv[1:] = ['{"steps": 100000, "pause_before_step": 1.0}']
 from tests.support.toy_rank import main
 main()
 """
+PATHS = "PYTHONPATH=/srv/weightplane:/srv/weightplane/protos:/srv/site-packages"
 SAMPLE = """
-import asyncio
+import asyncio, sys
 from weightplane import RolloutClient, SamplingSettings
 async def main():
     async with RolloutClient("127.0.0.1:7070") as rollouts:
         tokens = 0
-        async for delta in rollouts.stream([1, 2, 3], SamplingSettings(max_tokens=100)):
+        async for delta in rollouts.stream([1, 2, 3], SamplingSettings(max_tokens=int(sys.argv[1]))):
             if not tokens:
                 print(delta.engine_id, flush=True)
             tokens += len(delta.tokens)
         print(delta.ending.finish_reason, tokens)
 asyncio.run(main())
 """
-WATCHED = "[Service]\nWatchdogSec=4\nTimeoutAbortSec=2\n"
+FAILPOINTS = "/var/lib/weightplane/failpoints"
+WEDGED_AT = {ENGINES[0]: "engine.between_chunks", COORDINATOR: "coordinator.before_decision"}
+WATCHED = f"[Service]\nWatchdogSec=4\nTimeoutAbortSec=2\nEnvironment=WEIGHTPLANE_FAILPOINTS_DIR={FAILPOINTS}\n"
 SECONDS = 60.0
 TENSORS = SHAPES | {"tied": SHAPES["embed"]}
 
@@ -89,6 +94,7 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
 def fleet(machine: Machine) -> Iterator[Machine]:
     """Coordinator, two engines and a trainer that pushes for ever, all serving; a new state for each test."""
     machine.run("systemctl", "daemon-reload")
+    machine.run("install", "-d", "-o", "weightplane", FAILPOINTS)
     machine.run("systemctl", "start", COORDINATOR, *ENGINES, TRAINER, timeout=90)
     eventually_blocking(lambda: all(number(machine, engine) for engine in ENGINES), within=SECONDS)
     yield machine
@@ -122,6 +128,8 @@ def test_the_units_are_ready_and_say_what_they_serve(fleet: Machine) -> None:
     told(*(f"{unit}: {values['StatusText']}" for unit, values in shown.items()))
     assert {values["ActiveState"] for values in shown.values()} == {"active"}
     assert "policy 1." in shown[COORDINATOR]["StatusText"]
+    for_people = fleet.run("systemctl", "status", "--no-pager", ENGINES[0])
+    assert re.search(r'Status: "serving, policy 1\.\d+; life \d+, at 127\.0\.0\.1:\d+"', for_people), for_people
     owner = fleet.run("stat", "-c", "%U", "/var/lib/weightplane/coordinator/ledger.sqlite")
     assert owner == "weightplane"
 
@@ -136,26 +144,41 @@ def test_inv10_an_agent_killed_by_kill_9_is_restarted_and_catches_up_without_a_t
     told(f"{ENGINES[0]}: killed, started again: {status(fleet, ENGINES[0])}")
 
 
+@pytest.mark.parametrize("point", ["", "loop"])
 @pytest.mark.parametrize("unit", [ENGINES[0], COORDINATOR])
-def test_the_watchdog_ends_a_daemon_that_hangs(fleet: Machine, unit: str) -> None:
+def test_the_watchdog_ends_a_daemon_that_hangs(fleet: Machine, unit: str, point: str) -> None:
+    """The whole process is stopped; or its event loop alone stands still, in the middle of an update, while every other
+    thread goes on, gRPC's too: nobody but the loop may feed the watchdog."""
     fleet.run("mkdir", "-p", f"/run/systemd/system/{unit}.service.d")
     fleet.run("sh", "-c", f"printf '{WATCHED}' > /run/systemd/system/{unit}.service.d/watched.conf")
     fleet.run("systemctl", "daemon-reload")
     fleet.run("systemctl", "restart", unit)
     eventually_blocking(lambda: all(number(fleet, engine) for engine in ENGINES), within=SECONDS)
-    fleet.run("kill", "-STOP", str(main_pid(fleet, unit)))
+    if point:
+        wedge(fleet, unit)
+    else:
+        fleet.run("kill", "-STOP", str(main_pid(fleet, unit)))
     eventually_blocking(lambda: fleet.show(unit, "NRestarts")["NRestarts"] == "1", within=SECONDS)
     eventually_blocking(lambda: fleet.show(unit, "ActiveState")["ActiveState"] == "active", within=SECONDS)
     eventually_blocking(lambda: all(number(fleet, engine) for engine in ENGINES), within=SECONDS)
     said = fleet.run("journalctl", "-u", unit, "--no-pager", "-o", "cat")
     assert "Watchdog timeout" in said
-    told(f"{unit}: stopped, killed by the watchdog, started again: {status(fleet, unit)}")
+    how = "its event loop stood still" if point else "stopped"
+    told(f"{unit}: {how}, killed by the watchdog, started again: {status(fleet, unit)}")
+
+
+def wedge(machine: Machine, unit: str) -> None:
+    """At the next update a blocking call holds the daemon's event loop for good. Every thread but that one turns."""
+    pid = main_pid(machine, unit)
+    machine.run("sh", "-c", f"echo 'sleep=600' > {FAILPOINTS}/{WEDGED_AT[unit]}")
+    eventually_blocking(lambda: machine.run("ls", FAILPOINTS) == "", within=SECONDS)  # it is taken as it fires
+    state = machine.run("sh", "-c", f"grep State /proc/{pid}/status || true")
+    assert "T (stopped)" not in state
 
 
 def test_a_stop_lets_the_requests_of_an_engine_finish(fleet: Machine) -> None:
     fleet.run("systemctl", "stop", TRAINER, timeout=120)  # no update comes between
-    paths = "PYTHONPATH=/srv/weightplane:/srv/weightplane/protos:/srv/site-packages"
-    sampling = fleet.start("env", paths, "python3", "/etc/weightplane/sample.py")
+    sampling = fleet.start("env", PATHS, "python3", "/etc/weightplane/sample.py", "100")
     assert sampling.stdout is not None
     chosen = f"weightplane-engine@{sampling.stdout.readline().strip()}"
     fleet.run("systemctl", "stop", chosen, timeout=90)
@@ -163,6 +186,23 @@ def test_a_stop_lets_the_requests_of_an_engine_finish(fleet: Machine) -> None:
     told(f"{chosen}: stopped; the request in it ended: {said} tokens")
     assert said == "length 100"
     assert fleet.show(chosen, "Result", "ActiveState") == {"Result": "success", "ActiveState": "inactive"}
+
+
+def test_a_stop_waits_no_longer_than_it_said_and_nobody_is_killed(fleet: Machine) -> None:
+    """A request that outlasts stop_drain_seconds: the agent ends by itself, before TimeoutStopSec would end it."""
+    fleet.run("systemctl", "stop", TRAINER, timeout=120)
+    sampling = fleet.start("env", PATHS, "python3", "/etc/weightplane/sample.py", "2000")
+    assert sampling.stdout is not None
+    chosen = f"weightplane-engine@{sampling.stdout.readline().strip()}"
+    began = time.monotonic()
+    fleet.run("systemctl", "stop", chosen, timeout=90)
+    seconds = time.monotonic() - began
+    sampling.kill()
+    shown = fleet.show(chosen, "Result", "ActiveState", "TimeoutStopUSec", "ExecMainStatus")
+    told(f"{chosen}: stopped in the middle of a long request after {seconds:.0f} s: {shown}")
+    assert shown["TimeoutStopUSec"] == "1min"
+    assert (shown["Result"], shown["ActiveState"]) == ("success", "inactive")
+    assert EngineSettings.stop_drain_seconds <= seconds < 60
 
 
 def test_inv7_a_trainer_that_was_fenced_is_not_started_again(fleet: Machine) -> None:

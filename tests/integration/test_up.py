@@ -14,6 +14,7 @@ from pathlib import Path
 from controlplane.exit_codes import ExitCode
 from tests.support.eventually import eventually_blocking
 from tests.support.ports import free_port
+from tests.support.toy_rank import SHAPES
 
 SECONDS = 40.0
 
@@ -30,6 +31,7 @@ def running(directory: Path, groups: str) -> Iterator[tuple[subprocess.Popen[str
             text=True,
             start_new_session=True,
             cwd=directory,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         )
     try:
         yield process, address
@@ -56,8 +58,8 @@ def states(address: str) -> dict[str, str]:
     return dict(re.findall(r"^([a-z]+-\d+) +(\w+)", shown, re.MULTILINE))
 
 
-def until(what: Callable[[], bool]) -> None:
-    eventually_blocking(what, within=SECONDS)
+def until(what: Callable[[], bool], within: float = SECONDS) -> None:
+    eventually_blocking(what, within=within)
 
 
 def test_a_fleet_file_runs_heals_and_ends_without_a_trace(tmp_path: Path) -> None:
@@ -78,6 +80,21 @@ def test_a_fleet_file_runs_heals_and_ends_without_a_trace(tmp_path: Path) -> Non
         "p-0.log",
         "t-0.log",
     }
+
+
+def test_a_fleet_file_with_a_trainer_serves_what_it_pushes(tmp_path: Path) -> None:
+    shapes = ", ".join(f'"{name}" = {list(shape)}' for name, shape in (SHAPES | {"tied": SHAPES["embed"]}).items())
+    (tmp_path / "train.py").write_text("from tests.support.toy_rank import main\nmain()\n")
+    groups = (
+        f'memory.tensors = {{ {shapes} }}\n[[groups]]\nname = "p"\n[[trainers]]\nname = "policy"\n'
+        """script = "train.py"\narguments = ['{"steps": 1}']\nbeside = ["p-0"]\n"""
+    )
+    with running(tmp_path, groups) as (process, address):
+        until(lambda: "policy: not started again" in said(tmp_path), within=150.0)
+        assert "policy ended with code 0" in said(tmp_path)
+        until(lambda: states(address) == {"p-0": "serving"})
+        process.send_signal(signal.SIGINT)
+        assert process.wait(SECONDS) == ExitCode.INTERRUPTED
 
 
 def test_what_would_end_the_same_again_is_not_started_again(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from controlplane.core import errors as e
 from controlplane.core.layout import DType, Layout, TensorSpec
+from controlplane.devices import host_id
 from controlplane.processes import start_time
 from controlplane.rpc.codec import layout_to_parts
 from trainer_agent.agent import outcome
@@ -211,9 +212,16 @@ def test_the_last_life_is_proven_dead_only_when_all_of_it_is(tmp_path: Path) -> 
     assert life.ended_incarnation() == ""
     life.begin("one", [os.getpid()])
     assert LastLife(tmp_path).ended_incarnation() == ""
-    note = {"incarnation": "one", "processes": [[os.getpid(), 1], [2**22 + 5, 7]]}
+    note = {"incarnation": "one", "processes": [[os.getpid(), 1], [2**22 + 5, 7]], "host_id": host_id()}
     (tmp_path / FILE_NAME).write_text(json.dumps(note))
     assert LastLife(tmp_path).ended_incarnation() == "one"
+
+
+def test_inv7_a_life_on_another_host_is_not_proven_dead_from_here(tmp_path: Path) -> None:
+    """Its directory lies on storage that hosts share: process ids say nothing of a host that cannot be seen."""
+    note = {"incarnation": "one", "processes": [[2**22 + 5, 7]], "host_id": "another"}
+    (tmp_path / FILE_NAME).write_text(json.dumps(note))
+    assert LastLife(tmp_path).ended_incarnation() == ""
 
 
 def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:

@@ -15,12 +15,13 @@ from controlplane.exit_codes import ExitCode
 def up(
     fleet: Annotated[Path, typer.Argument(metavar="FLEET", help="The fleet file: TOML, or server groups in YAML.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check it, show what would be started, and end.")] = False,
-    on_ray: Annotated[bool, typer.Option("--ray", help="Engines on nodes of the Ray cluster at RAY_ADDRESS.")] = False,
+    on_ray: Annotated[bool, typer.Option("--ray", help="On nodes of the Ray cluster at RAY_ADDRESS.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: JSON on stdout.")] = False,
 ) -> int:
-    """Start the coordinator and every engine of a fleet file on this machine, and keep them running.
+    """Start the coordinator, engines and trainers of a fleet file on this machine, and keep them running.
 
-    With --ray the engines run where a Ray cluster has room; the fleet file lies at the same path on every node.
+    With --ray engines and trainers run where a Ray cluster has room, an engine and the ranks on its devices on one
+    node; the coordinator runs here. The fleet file lies at the same path on every node.
 
     Logs go to STATE_DIR/logs. Ctrl-C ends every process in order; a second one kills them.
     """

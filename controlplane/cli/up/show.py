@@ -7,7 +7,7 @@ import json
 from rich.console import Console
 from rich.table import Table
 
-from controlplane.cli.up.settings import CheckedFleet
+from controlplane.cli.up.settings import CheckedFleet, CheckedTrainer
 from engine_agent.settings import EngineSettings
 
 
@@ -15,8 +15,9 @@ def show(plan: CheckedFleet, *, as_json: bool) -> None:
     """On stdout."""
     if as_json:
         engines = [{**_row(e), "devices": _devices(e)} for e in plan.engines]
+        trainers = [_trainer(t) | {"beside": list(_beside(plan, t))} for t in plan.trainers]
         top = {"coordinator": plan.coordinator.listen, "run_id": plan.coordinator.run_id}
-        print(json.dumps({**top, "engines": engines}, indent=2))
+        print(json.dumps({**top, "engines": engines, "trainers": trainers}, indent=2))
         return
     table = Table(box=None)
     for name in ("engine", "group", "model", "serves", "unit", "devices"):
@@ -30,6 +31,30 @@ def show(plan: CheckedFleet, *, as_json: bool) -> None:
     where = f"coordinator at {plan.coordinator.listen}"
     console.print(f"run {plan.coordinator.run_id}: {where}, {len(plan.engines)} engines")
     console.print(table)
+    if plan.trainers:
+        console.print(_trainers(plan))
+
+
+def _trainers(plan: CheckedFleet) -> Table:
+    table = Table(box=None)
+    for name in ("trainer", "model", "ranks", "beside"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("runs", overflow="fold")
+    for trainer in plan.trainers:
+        cells = _trainer(trainer)
+        runs = cells.pop("runs")
+        table.add_row(*cells.values(), ", ".join(_beside(plan, trainer)) or "–", runs)
+    return table
+
+
+def _trainer(trainer: CheckedTrainer) -> dict[str, str]:
+    settings = trainer.settings
+    row = {"trainer_id": settings.trainer_id, "model": settings.model, "ranks": str(settings.nproc_per_node)}
+    return row | {"runs": " ".join(trainer.command)}
+
+
+def _beside(plan: CheckedFleet, trainer: CheckedTrainer) -> tuple[str, ...]:
+    return next(t.beside for t in plan.file.trainers if t.name == trainer.settings.trainer_id)
 
 
 def _row(engine: EngineSettings) -> dict[str, str]:
