@@ -1,0 +1,32 @@
+"""Runs commands of ours one after the other in this one process, which imports things once.
+
+    python -m tests.support.run_commands '[["DIRECTORY", ["status", "--json"]], …]'
+
+Prints one JSON list: [exit code, all that it printed] of each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from controlplane.cli.main import app
+
+
+def run(directory: str, words: Sequence[str]) -> tuple[int, str]:
+    os.chdir(directory)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        try:
+            app(words, prog_name="weightplane")
+        except SystemExit as ended:
+            return ended.code if isinstance(ended.code, int) else 0, said.getvalue()
+    return 0, said.getvalue()
+
+
+if __name__ == "__main__":
+    print(json.dumps([run(directory, words) for directory, words in json.loads(sys.argv[1])]))
