@@ -138,6 +138,9 @@ def trainer(
     coordinator: Annotated[
         str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
     ] = None,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Take the model's lease over from whoever holds it, who is fenced.")
+    ] = False,
     insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
@@ -148,7 +151,8 @@ def trainer(
     from trainer_agent.agent import run_trainer
     from trainer_agent.agent.settings import TrainerSettings
 
-    settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator, insecure=_flag(insecure)))
+    flags = {"insecure": _flag(insecure), "takeover": _flag(takeover)}
+    settings = _settings(TrainerSettings, config, _given(sets, coordinator=coordinator, **flags))
     if not command:
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, log_format, die_with_parent)

@@ -95,7 +95,7 @@ async def test_commands_that_need_no_fleet_do_what_their_page_says(tmp_path: Pat
 async def test_commands_that_look_at_a_fleet_and_act_on_it_do_what_their_page_says(tmp_path: Path) -> None:
     fleet = LocalFleet(tmp_path)
     try:
-        await fleet.start_coordinator()
+        await fleet.start_coordinator(state_dir=tmp_path / "weightplane-state")
         for engine in ("engine-0", "engine-1"):
             fleet.start_engine(engine)
         await fleet.wait_for_engines(2)
@@ -105,6 +105,8 @@ async def test_commands_that_look_at_a_fleet_and_act_on_it_do_what_their_page_sa
         await run(chosen, [tmp_path] * len(chosen), fleet=fleet.address)
     finally:
         await fleet.close()
+    chosen = list(to_run("after"))
+    await run(chosen, [tmp_path] * len(chosen))
 
 
 @pytest.mark.parametrize("words", ["weightplane frobnicate", "weightplane statuses", "make everything"])

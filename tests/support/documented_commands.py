@@ -24,9 +24,10 @@ class Run:
     """Run by the test. It is found by how it begins; what is changed to run it is said here."""
 
     begins: str
-    where: Literal["alone", "fleet", "ends"] = "alone"
+    where: Literal["alone", "fleet", "ends", "after"] = "alone"
     """`alone` in an empty directory with the page's files; `fleet` against a coordinator and engines; `ends`, which
-    change the fleet: after the others, in the order of this table."""
+    change the fleet: after the others, in the order of this table; `after`, once the coordinator has stopped, beside
+    its state."""
     code: tuple[int, ...] = (0,)
     says: str = ""
     """Part of what it prints."""
@@ -47,7 +48,6 @@ RUN = (
     Run("weightplane up fleet.toml --dry-run", says="policy-0"),
     Run("weightplane certs dev certs", says="coordinator"),
     Run("weightplane token new"),
-    Run("weightplane ledger verify", says="nothing"),
     Run("weightplane sim --seed 7 --events 200"),
     Run("weightplane status", "fleet", says="engine-0"),
     Run("weightplane engines", "fleet", says="engine-0"),
@@ -65,6 +65,7 @@ RUN = (
     Run("weightplane engines wake engine-0", "fleet", says="sleeps for nobody"),
     Run("weightplane engines drain engine-1", "ends", says="takes nothing new"),
     Run("weightplane engines shutdown engine-1", "ends", says="engine-1 left"),
+    Run("weightplane ledger verify", "after", says="ledger"),
 )
 
 JOINS = "tests/integration/test_joins_and_drains.py"
