@@ -70,19 +70,18 @@ async def run(chosen: Sequence[tuple[Run, Command]], directories: Sequence[Path]
 
 
 def words_of(rule: Run, command: Command, fleet: str) -> list[str]:
-    program, *words = [fleet if word == "HOST:PORT" else word for word in command.words]
-    assert program == "weightplane"
-    asks = fleet and "--addr" not in words
+    words = [fleet if word == "HOST:PORT" else word for word in command.words]
+    asks = fleet and words[0] == "weightplane" and "--addr" not in words
     return [*words, *rule.more.split(), *(("--coordinator", fleet) if asks else ())]
 
 
-def files_of(command: Command, directory: Path) -> Path:
-    """A directory with the settings that the command's page shows, or those that come with the repository."""
+def files_of(command: Command, directory: Path, fleet: str = "127.0.0.1:7070") -> Path:
+    """A directory with the files that the command's page shows, or those that come with the repository."""
     directory.mkdir()
     (directory / "fleet.toml").write_text((REPOSITORY / "deploy" / "fleet.toml").read_text())
-    for block in blocks("toml", page=command.place.partition(":")[0]):
-        if named := re.match(r"# *(\w+\.toml)\b", block.text):
-            (directory / named[1]).write_text(block.text)
+    for block in blocks("toml", "python", page=command.place.partition(":")[0]):
+        if named := re.match(r"# *(\w+\.(toml|py))\b", block.text):
+            (directory / named[1]).write_text(block.text.replace("127.0.0.1:7070", fleet))
     return directory
 
 
@@ -102,7 +101,8 @@ async def test_commands_that_look_at_a_fleet_and_act_on_it_do_what_their_page_sa
         await fleet.take_lease()
         await fleet.push(Weights())
         chosen = [*to_run("fleet"), *to_run("ends")]
-        await run(chosen, [tmp_path] * len(chosen), fleet=fleet.address)
+        places = [files_of(c, tmp_path / str(i), fleet.address) for i, (_, c) in enumerate(chosen)]
+        await run(chosen, places, fleet=fleet.address)
     finally:
         await fleet.close()
     chosen = list(to_run("after"))

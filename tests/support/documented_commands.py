@@ -61,17 +61,20 @@ RUN = (
     Run("weightplane health --addr HOST:PORT", "fleet"),
     # Nobody kept checkpoints here: a refusal with a reason, and how to act on it.
     Run("weightplane rollback policy", "fleet", code=(1,), says="CHECKPOINT_UNKNOWN"),
+    Run("python ask.py", "fleet", says="1.1"),
     Run("weightplane ledger accept", "fleet", says="nothing was to be accepted"),
     Run("weightplane engines wake engine-0", "fleet", says="sleeps for nobody"),
     Run("weightplane engines drain engine-1", "ends", says="takes nothing new"),
     Run("weightplane engines shutdown engine-1", "ends", says="engine-1 left"),
-    Run("weightplane ledger verify", "after", says="ledger"),
+    Run("weightplane ledger verify", "after", says="ledger", more="--state-dir weightplane-state"),
 )
 
 JOINS = "tests/integration/test_joins_and_drains.py"
 ELSEWHERE = (
     Elsewhere(r"make (setup|test|check)", "every developer, and whatever tests this repository"),
     Elsewhere(r"make demo", "tests/e2e/test_demo_tiny.py"),
+    Elsewhere(r"(export|mkdir|cd|cp) ", "the shell"),
+    Elsewhere(r"kill -9 ", "tests/integration/test_up.py"),
     Elsewhere(r"weightplane coordinator --listen", "tests/unit/test_cli.py"),
     Elsewhere(r"weightplane (coordinator|engine) --fleet", "tests/integration/test_up.py"),
     Elsewhere(r"weightplane up fleet.toml$", "tests/integration/test_examples.py"),

@@ -15,6 +15,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
 
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<kind>\w*)\n(?P<text>.*?)^(?P=indent)```$", re.MULTILINE | re.DOTALL)
+_INDENTED = re.compile(r"^    ((?:pytest|python|make|weightplane) .+)$", re.MULTILINE)
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _INLINE = re.compile(r"`([^`\n]+)`")
 _SHELL_WORD = re.compile(r"\w+=\S*\Z")
@@ -78,11 +79,14 @@ def _blocks(page: Path) -> Iterator[Block]:
 
 
 def commands() -> Iterator[Command]:
-    """Of every `sh` block, and those that sessions show after `$`."""
+    """Of every `sh` block, those that stand indented by themselves, and those that sessions show after `$`."""
     for block in blocks("sh"):
         text = block.text.replace("\\\n", " ")
         lines = [line.strip() for line in text.splitlines()]
         yield from (Command(str(block), line) for line in lines if line and not line.startswith("#"))
+    for page in PAGES:
+        for found in _INDENTED.finditer(_prose(page)):
+            yield Command(page_name(page), found[1])
     for block in blocks("text"):
         lines = [line[2:] for line in block.text.splitlines() if line.startswith("$ ")]
         yield from (Command(str(block), line, shown=True) for line in lines)

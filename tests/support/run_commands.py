@@ -1,8 +1,8 @@
 """Runs commands of ours one after the other in this one process, which imports things once.
 
-    python -m tests.support.run_commands '[["DIRECTORY", ["status", "--json"]], …]'
+    python -m tests.support.run_commands '[["DIRECTORY", ["weightplane", "status"]], …]'
 
-Prints one JSON list: [exit code, all that it printed] of each.
+A command is `weightplane` with words, or `python` with a file. Prints one JSON list: [exit code, all that it printed] of each.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import contextlib
 import io
 import json
 import os
+import runpy
 import sys
 from collections.abc import Sequence
 
@@ -22,7 +23,10 @@ def run(directory: str, words: Sequence[str]) -> tuple[int, str]:
     said = io.StringIO()
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
         try:
-            app(words, prog_name="weightplane")
+            if words[0] == "weightplane":
+                app(words[1:], prog_name="weightplane")
+            else:
+                runpy.run_path(words[1], run_name="__main__")
         except SystemExit as ended:
             return ended.code if isinstance(ended.code, int) else 0, said.getvalue()
     return 0, said.getvalue()

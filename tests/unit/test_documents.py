@@ -191,7 +191,7 @@ def _check_command(words: list[str], place: str) -> None:
         if word.startswith("--"):
             name = word.partition("=")[0].rstrip("].,")
             assert name in options or not name.strip("-…"), f"{place}: no {name}"
-        elif hasattr(command, "commands") and word.strip("[]").isidentifier():
+        elif hasattr(command, "commands") and word.strip("[]|").isidentifier() and not word.isupper():
             names = word.split("|")
             assert all(name in command.commands for name in names), f"{place}: no command {word}"
             command = command.commands[names[0]]
