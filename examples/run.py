@@ -108,7 +108,9 @@ def fetch(work: Path, name: str, cache: Path, seed: int) -> Path:
 def weightplane(*words: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A command of ours, in a session of its own: Ctrl-C reaches this process alone, which then ends it in order."""
     command = [sys.executable, "-m", "controlplane.cli.main", *words]
-    process = subprocess.Popen(command, env=os.environ | QUIET_MATHS | FEWER_WARNINGS, start_new_session=True, **options)
+    process = subprocess.Popen(
+        command, env=os.environ | QUIET_MATHS | FEWER_WARNINGS, start_new_session=True, **options
+    )
     try:
         yield process
     finally:

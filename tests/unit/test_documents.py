@@ -128,7 +128,10 @@ def _check_imports(tree: ast.Module) -> None:
             modules = [node.module]
             text = _source(node.module)
             for name in node.names:
-                assert re.search(rf"^\s*(class |def |async def |\"|'|)\b{name.name}\b", text, re.M), (node.module, name.name)
+                assert re.search(rf"^\s*(class |def |async def |\"|'|)\b{name.name}\b", text, re.M), (
+                    node.module,
+                    name.name,
+                )
         assert all(_source(module) is not None for module in modules)
 
 
@@ -138,7 +141,9 @@ def _source(module: str) -> str:
     spec = importlib.util.find_spec(top)
     assert spec is not None, f"{top} is not installed"
     roots = [Path(root) for root in spec.submodule_search_locations or ()]
-    files = [f for root in roots for f in (root.joinpath(*rest, "__init__.py"), root.joinpath(*rest).with_suffix(".py"))]
+    files = [
+        f for root in roots for f in (root.joinpath(*rest, "__init__.py"), root.joinpath(*rest).with_suffix(".py"))
+    ]
     files += [Path(spec.origin)] if spec.origin and not rest else []
     found = [file for file in files if file.is_file()]
     assert found, f"there is no {module}"
