@@ -2,7 +2,8 @@
 
     python -m tests.support.run_commands '[["DIRECTORY", ["weightplane", "status"]], …]'
 
-A command is `weightplane` with words, or `python` with a file. Prints one JSON list: [exit code, all that it printed] of each.
+A command is `weightplane` with words, or `python` with a file. Prints one JSON list: of each its exit code and all
+that it printed.
 """
 
 from __future__ import annotations
