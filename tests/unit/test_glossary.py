@@ -35,7 +35,7 @@ def row(word: str) -> str:
     return found[0]
 
 
-def named(enum: Any) -> list[str]:
+def names_of(enum: Any) -> list[str]:
     """The names of a proto's enum."""
     return [value.name for value in enum.DESCRIPTOR.values]
 
@@ -47,7 +47,7 @@ def test_no_word_is_explained_twice() -> None:
 def test_every_kind_of_hold_is_named() -> None:
     names = re.findall(r"\w+", row("hold").partition("owner: ")[2])
     assert {kind.name.lower() for kind in HoldKind} == set(names)
-    assert {name.removeprefix("HOLD_KIND_") for name in named(engine_pb2.HoldKind)} - {"UNSPECIFIED"} == {
+    assert {name.removeprefix("HOLD_KIND_") for name in names_of(engine_pb2.HoldKind)} - {"UNSPECIFIED"} == {
         name.upper() for name in names
     }
 
@@ -55,11 +55,11 @@ def test_every_kind_of_hold_is_named() -> None:
 def test_every_transport_is_named() -> None:
     named = set(re.findall(r"`(\w+)`", row("transport")))
     assert named >= set(TRANSPORTS) | {transport.value for transport in Transport}
-    assert {f"TRANSPORT_{name.upper()}" for name in named} <= set(named(weight_update_pb2.Transport))
+    assert {f"TRANSPORT_{name.upper()}" for name in named} <= set(names_of(weight_update_pb2.Transport))
 
 
 def test_the_phases_of_an_update_are_words_of_the_glossary() -> None:
-    phases = {name.removeprefix("UPDATE_PHASE_") for name in named(fleet_pb2.UpdatePhase)}
+    phases = {name.removeprefix("UPDATE_PHASE_") for name in names_of(fleet_pb2.UpdatePhase)}
     assert set(re.findall(r"\b[A-Z]{6,}\b", row("fleet commit"))) <= phases
     assert "go" in WORDS
 
