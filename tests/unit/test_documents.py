@@ -21,10 +21,12 @@ from controlplane.cli.main import app
 from controlplane.cli.up.settings import checked
 from controlplane.config import load
 from controlplane.coordinator.daemon import CoordinatorSettings
+from controlplane.rollout.sample import Sample
 from engine_agent.settings import EngineSettings
 from tests.support import documents
 from tests.support.documents import PAGES, REPOSITORY, Block, blocks, page_name
 from trainer_agent.agent.settings import TrainerSettings
+from trainer_agent.rank import PendingPush, PushReport
 
 LOADERS = {"engine": EngineSettings, "trainer": TrainerSettings, "coordinator": CoordinatorSettings}
 """By the name in the first line of a TOML block, `# engine.toml`."""
@@ -36,13 +38,14 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
 """What a page that shows a part of a file leaves out."""
 NOT_OURS = ("slime",)
 """Projects whose code pages show and that are not installed; a test beside them runs those blocks."""
-OURS = {
+OURS: dict[str, Any] = {
     "rank": weightplane.TrainerRank,
     "rollouts": weightplane.RolloutClient,
     "ahead": weightplane.RolloutsAhead,
     "guard": weightplane.StalenessGuard,
 }
-"""What a variable of this name is, in every page."""
+"""What a variable of this name is, where a page does not say how it was made."""
+RETURNED = {cls.__name__: cls for cls in (weightplane.TrainerRank, PushReport, PendingPush, Sample)}
 RUN_ELSEWHERE = {
     ("docs/operations.md", "def train(rank, model, rollouts, steps)"): "tests/integration/test_time_sharing.py",
 }
@@ -152,20 +155,45 @@ def _source(module: str) -> str:
 
 def _unknown_names(tree: ast.Module) -> Iterator[str]:
     """Attributes and keywords that what a page calls does not have."""
+    names = dict(OURS)
+    names |= _bound(tree, names)
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and (owner := _known(node.value)) and not hasattr(owner, node.attr):
+        if isinstance(node, ast.Attribute) and (owner := _known(node.value, names)) and not hasattr(owner, node.attr):
             yield f"{owner.__name__} has no {node.attr}"
-        if isinstance(node, ast.Call) and (called := _known(node.func)):
+        if isinstance(node, ast.Call) and (called := _known(node.func, names)):
             takes = inspect.signature(called).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
                 yield from (f"{called.__name__} takes no {k.arg}" for k in node.keywords if k.arg not in takes)
 
 
-def _known(node: ast.expr) -> Any:
+def _bound(tree: ast.Module, names: Mapping[str, Any]) -> dict[str, Any]:
+    """Variables that hold what a class or method of ours returns, by its annotation."""
+    found: dict[str, Any] = {}
+    for node in ast.walk(tree):
+        pairs: list[tuple[ast.expr, ast.expr | None]] = []
+        if isinstance(node, ast.With | ast.AsyncWith):
+            pairs = [(item.context_expr, item.optional_vars) for item in node.items]
+        elif isinstance(node, ast.Assign):
+            pairs = [(node.value, node.targets[0])]
+        for value, target in pairs:
+            call = value.value if isinstance(value, ast.Await) else value
+            made = _returned(_known(call.func, names | found)) if isinstance(call, ast.Call) else None
+            if isinstance(target, ast.Name):
+                found[target.id] = made
+    return found
+
+
+def _returned(called: Any) -> Any:
+    if called is None or inspect.isclass(called):
+        return called
+    return RETURNED.get(str(inspect.signature(called).return_annotation))
+
+
+def _known(node: ast.expr, names: Mapping[str, Any]) -> Any:
     """The public name, or the class or method of ours, that an expression stands for; else None."""
     if isinstance(node, ast.Name):
-        return OURS.get(node.id) or (getattr(weightplane, node.id) if node.id in weightplane.__all__ else None)
-    if isinstance(node, ast.Attribute) and (owner := _known(node.value)):
+        return names.get(node.id) or (getattr(weightplane, node.id) if node.id in weightplane.__all__ else None)
+    if isinstance(node, ast.Attribute) and (owner := _known(node.value, names)):
         return getattr(owner, node.attr, None)
     return None
 
