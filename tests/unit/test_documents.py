@@ -166,7 +166,7 @@ def _unknown_names(tree: ast.Module) -> Iterator[str]:
                 yield from (f"{called.__name__} takes no {k.arg}" for k in node.keywords if k.arg not in takes)
 
 
-def _bound(tree: ast.Module, names: Mapping[str, Any]) -> dict[str, Any]:
+def _bound(tree: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
     """Variables that hold what a class or method of ours returns, by its annotation."""
     found: dict[str, Any] = {}
     for node in ast.walk(tree):
@@ -189,7 +189,7 @@ def _returned(called: Any) -> Any:
     return RETURNED.get(str(inspect.signature(called).return_annotation))
 
 
-def _known(node: ast.expr, names: Mapping[str, Any]) -> Any:
+def _known(node: ast.expr, names: dict[str, Any]) -> Any:
     """The public name, or the class or method of ours, that an expression stands for; else None."""
     if isinstance(node, ast.Name):
         return names.get(node.id) or (getattr(weightplane, node.id) if node.id in weightplane.__all__ else None)
