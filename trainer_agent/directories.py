@@ -19,13 +19,13 @@ from controlplane.processes import start_time
 
 log = structlog.get_logger(__name__)
 
-_OURS = re.compile(r"weightplane-(\d+)-(\d+)-(\d+)-.+")
-"""Pid namespace, pid, start."""
+_OURS = re.compile(r"weightplane-ns(\d+)-(\d+)-(\d+)-.+")
+"""Pid namespace, pid, start. Agents of version 0.1.0 know no namespace, and find no pid in such a name."""
 
 
 def private_directory() -> Path:
     """A new one, mode 0700. Whoever makes it outlives all who use it."""
-    return Path(tempfile.mkdtemp(prefix=f"weightplane-{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-"))
+    return Path(tempfile.mkdtemp(prefix=f"weightplane-ns{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-"))
 
 
 def sweep() -> list[Path]:
