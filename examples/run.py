@@ -1,6 +1,6 @@
 """Run an example on this machine, from nothing to its last line: make the model, start a fleet, train, end everything.
 
-    python -m examples.run sync_grpo|async_grpo|distill [--model tiny|smollm2] [options of the example]
+    python -m examples.run sync_grpo|async_grpo|distill|megatron_loop [--model tiny|smollm2] [options of the example]
 
 It does what you would type: `weightplane up fleet.toml` with the file that it wrote, and when the engines run
 `weightplane trainer -- -m examples.NAME`. `--keep DIR` keeps that file and the logs.
@@ -27,12 +27,14 @@ from controlplane.cli.ending import CommandFailed
 from controlplane.processes import set_death_signal
 from weightplane.v1 import engine_pb2
 
-NAMES = ("sync_grpo", "async_grpo", "distill")
+NAMES = ("sync_grpo", "async_grpo", "distill", "megatron_loop")
 RANKS = 2
 START_SECONDS = 300.0
 STOP_SECONDS = 60.0
 QUIET_MATHS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 """Spinning threads of one process make another's small operations many times slower."""
+FEWER_WARNINGS = {"PYTHONWARNINGS": "ignore::UserWarning"}
+"""Megatron says on each rank, many times, what is not installed on a CPU."""
 
 FLEET = """\
 run_id = "example"
@@ -106,7 +108,9 @@ def fetch(work: Path, name: str, cache: Path, seed: int) -> Path:
 def weightplane(*words: str, **options: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A command of ours, in a session of its own: Ctrl-C reaches this process alone, which then ends it in order."""
     command = [sys.executable, "-m", "controlplane.cli.main", *words]
-    process = subprocess.Popen(command, env=os.environ | QUIET_MATHS, start_new_session=True, **options)
+    process = subprocess.Popen(
+        command, env=os.environ | QUIET_MATHS | FEWER_WARNINGS, start_new_session=True, **options
+    )
     try:
         yield process
     finally:

@@ -1,7 +1,8 @@
 """The private directory of a trainer agent: its socket, its ranks' pipes, their rendezvous. Never left behind.
 
 Promises: its name carries the process that made it and when that one started, so that `sweep` can tell the
-directories of the dead, also of those that were killed, from those of the living. Those of other users are left alone.
+directories of the dead, also of those that were killed, from those of the living. Those of other users are left alone,
+and those from another pid namespace: of a container that shares this `/tmp` nobody here can tell who lives in it.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from controlplane.processes import start_time
 
 log = structlog.get_logger(__name__)
 
-_OURS = re.compile(r"weightplane-(\d+)-(\d+)-.+")
+_OURS = re.compile(r"weightplane-ns(\d+)-(\d+)-(\d+)-.+")
+"""Pid namespace, pid, start. Agents of version 0.1.0 know no namespace, and find no pid in such a name."""
 
 
 def private_directory() -> Path:
     """A new one, mode 0700. Whoever makes it outlives all who use it."""
-    return Path(tempfile.mkdtemp(prefix=f"weightplane-{os.getpid()}-{start_time(os.getpid())}-"))
+    return Path(tempfile.mkdtemp(prefix=f"weightplane-ns{_pid_namespace()}-{os.getpid()}-{start_time(os.getpid())}-"))
 
 
 def sweep() -> list[Path]:
@@ -41,4 +43,8 @@ def _of_the_dead(path: Path, name: re.Match[str]) -> bool:
         mine = path.stat(follow_symlinks=False).st_uid == os.geteuid()
     except OSError:
         return False
-    return mine and start_time(int(name[1])) != int(name[2])
+    return mine and int(name[1]) == _pid_namespace() and start_time(int(name[2])) != int(name[3])
+
+
+def _pid_namespace() -> int:
+    return os.stat("/proc/self/ns/pid").st_ino

@@ -143,6 +143,9 @@ def trainer(
     trainer_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Which trainer of the fleet file.")
     ] = None,
+    takeover: Annotated[
+        bool, typer.Option("--takeover", help="Take the model's lease over from whoever holds it, who is fenced.")
+    ] = False,
     insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
@@ -153,7 +156,8 @@ def trainer(
     from trainer_agent.agent import run_trainer
     from trainer_agent.agent.settings import TrainerSettings
 
-    given = _given(sets, coordinator=coordinator, insecure=_flag(insecure))
+    flags = {"insecure": _flag(insecure), "takeover": _flag(takeover)}
+    given = _given(sets, coordinator=coordinator, **flags)
     if (fleet is None) != (trainer_id is None):
         raise typer.BadParameter("--fleet and --id go together: the file, and which of its trainers")
     if fleet is not None and trainer_id is not None:

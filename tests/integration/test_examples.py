@@ -70,3 +70,10 @@ def test_distill_moves_the_student_toward_a_teacher_that_never_changes(tmp_path:
     said = output_of(tmp_path, "distill")
     before, after = numbers(r"KL to the teacher ([\d.]+) before, ([\d.]+) after", said)
     assert after < 0.8 * before
+
+
+def test_engines_learn_to_count_from_a_megatron_loop_that_knows_nothing_of_the_demo(tmp_path: Path) -> None:
+    said = output_of(tmp_path, "megatron_loop")
+    counted = re.findall(r"step (\d+)  loss \S+  (1\.\d)  *counts: \(7, 8, 9\) (\(.*\))", said)
+    assert [(step, version) for step, version, _ in counted] == [("20", "1.2"), ("40", "1.3"), ("60", "1.4")]
+    assert counted[-1][2] == "(10, 11, 12, 13, 14)"

@@ -7,10 +7,12 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from controlplane.cli.ending import CommandFailed, reported
+from controlplane.cli.main import app
 from controlplane.core import errors as e
 from controlplane.exit_codes import ExitCode
 from tests.support.golden import assert_golden
@@ -174,3 +176,17 @@ def _code_of(error: BaseException) -> int:
     with pytest.raises(typer.Exit) as caught:
         command()
     return int(caught.value.exit_code)
+
+
+def test_a_trainers_flags_are_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+
+    async def run(settings: Any, command: list[str]) -> int:
+        told.append((settings.takeover, settings.insecure, settings.coordinator, command))
+        return 0
+
+    monkeypatch.setattr("trainer_agent.agent.run_trainer", run)
+    for flags in ([], ["--takeover", "--coordinator", "c:1"]):
+        with pytest.raises(SystemExit):
+            app(["trainer", *flags, "--", "train.py"], prog_name="weightplane")
+    assert told == [(False, False, "127.0.0.1:7070", ["train.py"]), (True, False, "c:1", ["train.py"])]

@@ -98,3 +98,11 @@ def test_no_grpc_lives_in_an_examples_training_process() -> None:
     code = "import sys, examples.sync_grpo, examples.async_grpo, examples.distill; print('grpc' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert found.stdout == "False\n"
+
+
+def test_the_loop_of_the_docs_adds_few_lines_of_ours_to_a_trainer_and_takes_nothing_of_the_demo() -> None:
+    text = Path(run.__file__).with_name("megatron_loop.py").read_text()
+    code = [line for line in text.splitlines() if line.strip() and not line.strip().startswith("#")]
+    assert len(code) < 80
+    assert text.count("# Weightplane: ") == 4
+    assert "demo" not in text.partition('"""')[2].partition('"""')[2], "after its docstring"

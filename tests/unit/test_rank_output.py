@@ -75,9 +75,12 @@ def test_directories_of_the_dead_are_swept_and_those_of_the_living_are_not(
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     mine = directories.private_directory()
     gone = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-    dead = tmp_path / f"weightplane-{int(gone.stdout)}-17-abc"
-    again = tmp_path / f"weightplane-{os.getpid()}-{(start_time(os.getpid()) or 0) - 1}-abc"
-    for directory in (dead, again, tmp_path / "weightplane-of-somebody"):
+    here = os.stat("/proc/self/ns/pid").st_ino
+    dead = tmp_path / f"weightplane-ns{here}-{int(gone.stdout)}-17-abc"
+    again = tmp_path / f"weightplane-ns{here}-{os.getpid()}-{(start_time(os.getpid()) or 0) - 1}-abc"
+    contained = tmp_path / f"weightplane-ns{here + 1}-{int(gone.stdout)}-17-abc"
+    for directory in (dead, again, contained, tmp_path / "weightplane-of-somebody"):
         directory.mkdir()
     assert sorted(directories.sweep()) == sorted([dead, again])
-    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([mine.name, "weightplane-of-somebody"])
+    left = [mine.name, contained.name, "weightplane-of-somebody"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(left)

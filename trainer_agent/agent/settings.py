@@ -30,7 +30,7 @@ class TrainerSettings:
         InvalidRequest: a value that cannot work.
     """
 
-    coordinator: str
+    coordinator: str = "127.0.0.1:7070"
     """host:port of the coordinator."""
     run_id: str = ""
     """The run. Empty: the coordinator's."""
