@@ -86,7 +86,7 @@ class Processes:
     async def view(self) -> operator_pb2.FleetView:
         async with open_channel(self.address) as channel:
             stub: Any = operator_pb2_grpc.OperatorStub(channel)
-            answer = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=30, wait_for_ready=True)
+            answer = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=100, wait_for_ready=True)
             assert isinstance(answer.fleet, operator_pb2.FleetView)
             return answer.fleet
 
@@ -108,7 +108,7 @@ async def fleet(directory: Path, endpoint: str) -> AsyncIterator[Processes]:
         async def known() -> bool:
             return sum(engine.known for engine in (await made.view()).engines) == 2
 
-        await eventually(known, within=60)
+        await eventually(known, within=120)
         yield made
     finally:
         await made.end()
