@@ -44,7 +44,12 @@ def of_daemons(daemons: Iterable[Daemon]) -> list[Check]:
 
 
 def of_daemon(daemon: Daemon) -> list[Check]:
-    """All that its `[tls]` names."""
+    """All that its `[tls]` names, and the tokens of its port that speaks HTTP."""
+    http = [] if daemon.http_tokens is None else [_served_tokens(f"HTTP tokens of {daemon}", daemon.http_tokens)]
+    return [*_of_tls(daemon), *http]
+
+
+def _of_tls(daemon: Daemon) -> list[Check]:
     if not daemon.tls.secured and daemon.tls.ca is None:
         local = is_loopback(_host(daemon.called_at))
         where = "only this host reaches it" if local else "`insecure` says that the network keeps strangers out"

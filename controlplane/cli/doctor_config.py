@@ -38,6 +38,8 @@ class Daemon:
     """The address that others call it by, as far as the file says; else that it listens on."""
     link_host: str = ""
     checkpoint_root: Path | None = None
+    http_tokens: Path | None = None
+    """File of the tokens that its page or its OpenAI door takes, if they are others than its ports'."""
 
     def __str__(self) -> str:
         return self.name or self.role.value
@@ -69,13 +71,13 @@ def _of_fleet(file: Path) -> list[Daemon]:
 
 
 def _coordinator(found: CoordinatorSettings) -> Daemon:
-    return Daemon(Role.COORDINATOR, "", found.run_id, found.tls, found.listen)
+    return Daemon(Role.COORDINATOR, "", found.run_id, found.tls, found.listen, http_tokens=found.web_tokens)
 
 
 def _engine(found: EngineSettings) -> Daemon:
     at = found.advertise or found.listen
-    root = found.checkpoint_root
-    return Daemon(Role.ENGINE, found.engine_id, found.run_id, found.tls, at, checkpoint_root=root)
+    root, tokens = found.checkpoint_root, None if found.openai is None else found.openai.tokens
+    return Daemon(Role.ENGINE, found.engine_id, found.run_id, found.tls, at, checkpoint_root=root, http_tokens=tokens)
 
 
 def _trainer(found: TrainerSettings) -> Daemon:

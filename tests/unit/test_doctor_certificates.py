@@ -115,6 +115,14 @@ def test_tokens_that_all_expired_or_that_others_can_write_are_bad(tmp_path: Path
     assert "write themselves a token" in worst(of_files("it", tls), "tls.tokens").found
 
 
+def test_the_tokens_of_a_page_or_a_door_are_looked_at_too(tmp_path: Path) -> None:
+    text = 'run_id = "r"\nweb_listen = "127.0.0.1:0"\nweb_tokens = "web.toml"'
+    (found,) = daemons_of(write(tmp_path / "coordinator.toml", text))
+    assert worst(of_daemon(found), "HTTP tokens").verdict is BAD
+    add_token(tmp_path / "web.toml", Principal(Role.VIEWER, "ann"), new_token())
+    assert worst(of_daemon(found), "HTTP tokens").verdict is GOOD
+
+
 def test_nothing_that_is_shown_holds_a_token_or_a_key(issue: People, tmp_path: Path) -> None:
     token, tls = new_token(), issue("engine")
     (tmp_path / "my.token").write_text(f"{token}\n{token}")

@@ -1,10 +1,10 @@
-"""The ports that speak HTTP ask as the gRPC ports do: certificates or tokens, and one table of roles."""
+"""The page asks as the gRPC ports do: certificates or tokens, and one table of roles."""
 
 from __future__ import annotations
 
 import re
 import ssl
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,19 +19,11 @@ from controlplane.rpc.metrics import REFUSALS
 from controlplane.rpc.security import HttpGuard, TlsSettings
 from controlplane.web import serve_page
 from controlplane.web import server as page_server
-from engine_agent.life import EngineLifeHolder
-from engine_agent.openai_door import door as door_module
-from engine_agent.openai_door.running import RunningDoor
-from engine_agent.openai_door.settings import OpenAiSettings
 from tests.support.certificates import People, people, token_for
-from tests.support.door_app import app_over
-from tests.unit.test_engine_life import VERSION
-from tests.unit.test_openai_door import made
 from weightplane.v1 import operator_pb2
 
 RUN = "run-a"
 LIMIT = aiohttp.ClientTimeout(total=20)
-DOOR_ROUTES = door_module.GENERATING | door_module.READING
 
 
 @pytest.fixture
@@ -44,21 +36,6 @@ async def page(guard: HttpGuard) -> AsyncIterator[str]:
     fleet: Latest[operator_pb2.FleetView] = Latest(operator_pb2.FleetView(run_id=RUN))
     async with serve_page("127.0.0.1:0", fleet, guard) as url:
         yield url
-
-
-@asynccontextmanager
-async def door(guard: HttpGuard, tmp_path: Path) -> AsyncIterator[str]:
-    """One that serves VERSION."""
-    world = await made(tmp_path)
-    holder = EngineLifeHolder()
-    holder.life = world.life
-    running = RunningDoor(holder, OpenAiSettings("127.0.0.1:0", wait_seconds=0.5), app_over, guard)
-    try:
-        async with running.open_for(world.life):
-            yield running.url
-    finally:
-        await running.stop()
-        await world.life.end("the test is over")
 
 
 def context_of(tls: TlsSettings, *, shows: bool = True) -> ssl.SSLContext:
@@ -83,12 +60,12 @@ async def status(url: str, method: str = "GET", **more: Any) -> tuple[int, str]:
         return answer.status, answer.headers.get("x-weightplane-reason", "")
 
 
-def test_every_route_that_tells_of_the_fleet_or_uses_an_engine_is_in_the_table() -> None:
+def test_every_route_that_tells_of_the_fleet_is_in_the_table() -> None:
     source = Path(page_server.__file__).read_text()
     paths = set(re.findall(r'add_get\("(/[^"]*)"', source))
     asked = {f"page {p}" for p in paths if p.startswith(page_server.ASKED)}
     assert paths - {p.removeprefix("page ") for p in asked} == {"/", "/assets/{name}"}
-    assert asked | {f"openai {path}" for _, path in DOOR_ROUTES} == set(HTTP_POLICY)
+    assert asked == {route for route in HTTP_POLICY if route.startswith("page ")}
 
 
 @pytest.mark.parametrize("role", list(Role))
@@ -162,28 +139,3 @@ async def test_a_renewed_certificate_is_shown_at_the_next_handshake(issue: Peopl
 def _tokens(directory: Path) -> Path:
     token_for(directory / "some.toml", Role.VIEWER)
     return directory / "some.toml"
-
-
-@pytest.mark.parametrize("role", list(Role))
-async def test_a_token_of_each_role_uses_the_door_as_the_table_says(tmp_path: Path, role: Role) -> None:
-    tokens = tmp_path / "tokens.toml"
-    token = token_for(tokens, role)
-    async with door(HttpGuard(TlsSettings(tokens=tokens), RUN), tmp_path) as url:
-        for method, path in DOOR_ROUTES:
-            answer = await status(url + path, method, headers=bearer(token))
-            allowed = role in HTTP_POLICY[f"openai {path}"]
-            assert (answer == (403, "PERMISSION_DENIED")) != allowed, (method, path, answer)
-            assert (await status(url + path, method)) == (401, "UNAUTHENTICATED")
-        assert (await status(f"{url}/health"))[0] == 200, "the gate is everybody's to see"
-
-
-async def test_a_door_with_certificates_takes_rollouts_and_names_the_version(issue: People, tmp_path: Path) -> None:
-    async with door(HttpGuard(issue("engine/engine-0"), RUN), tmp_path) as url:
-        assert url.startswith("https://")
-        chat: Callable[..., Any] = status
-        assert (await chat(f"{url}/v1/chat/completions", "POST", ssl=context_of(issue("rollout"))))[0] == 200
-        refused = await chat(f"{url}/v1/chat/completions", "POST", ssl=context_of(issue("viewer")))
-        assert refused == (403, "PERMISSION_DENIED")
-        with pytest.raises(aiohttp.ClientError):
-            await chat(f"{url}/v1/chat/completions", "POST", ssl=context_of(issue("rollout"), shows=False))
-    assert VERSION.number == 1
