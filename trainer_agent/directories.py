@@ -20,7 +20,7 @@ from controlplane.processes import start_time
 log = structlog.get_logger(__name__)
 
 _OURS = re.compile(r"weightplane-ns(\d+)-(\d+)-(\d+)-.+")
-"""Pid namespace, pid, start. Agents of version 0.1.0 know no namespace, and find no pid in such a name."""
+"""Pid namespace, pid, start. The letters keep it apart from names without a namespace, which earlier agents sweep."""
 
 
 def private_directory() -> Path:
