@@ -35,9 +35,6 @@ class _Segment:
     view: mmap.mmap
     size: int
 
-    def installed(self) -> None:
-        """Its memory is not this side's."""
-
     def close(self) -> None:
         self.view.close()
         os.close(self.descriptor)
@@ -108,6 +105,9 @@ class SharedMemoryReceiver:
             uuid: [SegmentSpan(f"/proc/{os.getpid()}/fd/{s.descriptor}", 0, s.size) for s in device.segments]
             for uuid, device in self._devices.items()
         }
+
+    def installed(self) -> None:
+        """Its memory is not this side's."""
 
     def close(self) -> None:
         with self._in_use:

@@ -1,4 +1,4 @@
-"""Room for a version may take long to make: the agent goes on meanwhile, and room that nobody waits for is given back."""
+"""Room for a version may take long to make: the agent goes on meanwhile, and what nobody waits for is given back."""
 
 from __future__ import annotations
 
