@@ -17,7 +17,7 @@ import grpc
 import structlog
 
 from controlplane.core import engine_events as events
-from controlplane.core.engine_state import EngineState
+from controlplane.core.engine_state import EngineState, Stage
 from controlplane.core.errors import (
     IdentityMismatch,
     IncompatibleNode,
@@ -45,6 +45,8 @@ log = structlog.get_logger(__name__)
 RECONNECT_SECONDS = (0.2, 2.0)
 """First and longest wait before the next try; doubled in between, with jitter."""
 WELCOME_LIMIT_SECONDS = 15.0
+MOVING_SECONDS = 0.02
+"""How long a report that an update is being received, or installed, may wait: of a small one it need not be sent."""
 
 FATAL = (
     WrongRun,
@@ -183,13 +185,18 @@ class Session:
         yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
 
     async def _next_state(self, sent: EngineState) -> EngineState:
-        """The state once it differs from `sent`, or when a heartbeat is due."""
+        """The state once it differs from `sent`, or when a heartbeat is due. One that only says that an update moves on
+        waits a moment for what follows: nothing is decided by it."""
 
         def is_due(state: EngineState) -> bool:
             return state is not sent or self._goodbye is not None
 
+        def is_news(state: EngineState) -> bool:
+            return not _moves_on(state) or self._goodbye is not None
+
         try:
-            return await self._life.state.wait_for(is_due, self._heartbeat_seconds)
+            await self._life.state.wait_for(is_due, self._heartbeat_seconds)
+            return await self._life.state.wait_for(is_news, MOVING_SECONDS)
         except TimeoutError:
             return self._life.state.value
 
@@ -213,6 +220,11 @@ class Session:
             likeness="" if facts is None else facts.likeness,
             max_requests=0 if facts is None else facts.max_requests,
         )
+
+
+def _moves_on(state: EngineState) -> bool:
+    """Between what go and the decision wait for."""
+    return state.progress is not None and state.progress.stage in (Stage.RECEIVING, Stage.INSTALLING)
 
 
 def _ref(life: EngineLife) -> version_pb2.EngineRef:

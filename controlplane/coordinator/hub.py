@@ -134,7 +134,8 @@ class Hub:
             now = self._now()
             effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
-            await to_the_end(self._carry_out(effects))
+            if effects:
+                await to_the_end(self._carry_out(effects))
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
             return effects
@@ -159,18 +160,19 @@ class Hub:
             self.ticks += 1
 
     async def publish_forever(self) -> None:
-        """Views and routes, once for all events that came close together. Between two events, so that nothing is shown
-        that is not in the ledger (INV-9)."""
+        """Views and routes, once for all events that came close together, after the first of them were answered.
+        Between two events, so that nothing is shown that is not in the ledger (INV-9)."""
+        rest = VIEW_SECONDS
         while True:
             await self._seen.wait()
+            await asyncio.sleep(rest)
             async with self._lock:
                 self._seen.clear()
                 began = time.monotonic()
                 if not self.failed.done():
                     self._publish_moved()
                     self._publish_views()
-                took = time.monotonic() - began
-            await asyncio.sleep(max(VIEW_SECONDS, VIEW_REST * took))
+                rest = max(VIEW_SECONDS, VIEW_REST * (time.monotonic() - began))
 
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
