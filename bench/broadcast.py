@@ -26,7 +26,7 @@ GOAL = 0.9
 
 def measure(quick: bool) -> list[Row]:
     torch.set_num_threads(1)
-    weights, rounds = Weights.random(), 3 if quick else 15
+    weights, rounds = Weights.random(), 2 if quick else 15
     return [*_broadcasts(weights, rounds), _by_reference(weights, rounds)]
 
 
@@ -39,7 +39,7 @@ def _broadcasts(weights: Weights, rounds: int) -> list[Row]:
         fleet = stack.enter_context(wire_fleet(weights, transport="broadcast"))
         keeping = stack.enter_context(wire_fleet(weights, transport="broadcast", keep_staging=True))
         ways = {"link": link, "push": lambda: fleet.push().to_go, "kept": lambda: keeping.push().to_go, "gloo": raw}
-        samples = interleave(ways, rounds=rounds, warm_up=2)
+        samples = interleave(ways, rounds=rounds, warm_up=1)
     size, gloo = f"{weights.byte_count / 1e6:.0f} MB", samples["gloo"]
     push = f"begin to go of a push of {size}, against raw gloo"
     return [

@@ -38,8 +38,8 @@ def measure(quick: bool) -> list[Row]:
                 "keep_staging": lambda: keeping.push().to_go,
                 "grpc.aio": lambda: send(address, messages),
             },
-            rounds=3 if quick else 15,
-            warm_up=2,
+            rounds=2 if quick else 15,
+            warm_up=1 if quick else 2,
         )
     byte_count, other = weights.byte_count, samples["grpc.aio"]
     return [

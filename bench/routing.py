@@ -33,6 +33,7 @@ QUICK_DEADLINE_SECONDS = 90
 PROMPT = tuple(range(100, 228))
 MAX_TOKENS = 16
 AT_ONCE = (1, 4, 16, 64, 256)
+QUICK_AT_ONCE = (1, 16)
 AHEAD_UNTIL = 16
 """Requests at once up to which the goal is to be ahead of the router."""
 PROXY_AT_ONCE = (1, 16, 64)
@@ -67,7 +68,7 @@ class Bursts:
 
 
 def measure(quick: bool) -> list[Row]:
-    rounds, widths = (2, AT_ONCE[:3]) if quick else (8, AT_ONCE)
+    rounds, widths = (2, QUICK_AT_ONCE) if quick else (8, AT_ONCE)
     with ExitStack() as stack:
         engine, http = (stack.enter_context(fast_engine(kind)) for kind in ("grpc", "http"))
         router = stack.enter_context(vllm_router_before(f"http://{http}"))

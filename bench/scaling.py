@@ -248,12 +248,12 @@ def page(constants: Constants) -> list[str]:
 
 def constants_of(rows: Mapping[str, Mapping[str, Any]]) -> Constants:
     """`rows`: of the benchmark's results, by name. What is not among them stays at its default."""
-    found = {
-        "inline_rate": _rate(rows.get("inline stream")),
-        "link_rate": _rate(rows.get("broadcast link")),
-        "shared_rate": _rate(rows.get("shared_memory push")),
-    }
-    return replace(DEFAULTS, **{name: value for name, value in found.items() if value is not None})
+    return replace(
+        DEFAULTS,
+        inline_rate=_rate(rows.get("inline stream")) or DEFAULTS.inline_rate,
+        link_rate=_rate(rows.get("broadcast link")) or DEFAULTS.link_rate,
+        shared_rate=_rate(rows.get("shared_memory push")) or DEFAULTS.shared_rate,
+    )
 
 
 def _rate(row: Mapping[str, Any] | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Room for a version may take long to make: the agent goes on meanwhile, and room that nobody waits for is given back."""
+"""Room for a version may take long to make: the agent goes on meanwhile, and what nobody waits for is given back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine_agent import update_service
-from engine_agent.receivers import Incoming, Receiver
+from engine_agent.receivers import Incoming, Receiver, make_receiver
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights, local_fleet
 
@@ -19,12 +19,11 @@ class Slowly:
 
     def __init__(self) -> None:
         self.begun, self.go, self.made = threading.Event(), threading.Event(), threading.Event()
-        self._make = update_service.make_receiver
 
     def __call__(self, incoming: Incoming) -> Receiver:
         self.begun.set()
         self.go.wait(20)
-        receiver = self._make(incoming)
+        receiver = make_receiver(incoming)
         self.made.set()
         return receiver
 

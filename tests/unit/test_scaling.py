@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -62,7 +63,7 @@ def test_the_coordinators_load_grows_with_engines_and_reports_and_with_nothing_e
 
 
 def test_what_runs_measured_takes_the_place_of_the_defaults_and_what_failed_does_not() -> None:
-    rows = {
+    rows: dict[str, dict[str, Any]] = {
         "inline stream": {"ours": 0.5},
         "broadcast link": {"ours": None},
         "another row": {"ours": 1.0},
