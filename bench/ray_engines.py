@@ -55,9 +55,14 @@ def start() -> None:
     import ray
 
     ray.init(
-        address="local", num_cpus=1, include_dashboard=False, object_store_memory=STORE_BYTES, logging_level=logging.ERROR,
-        configure_logging=False, log_to_driver=False,
-    )  # fmt: skip
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=STORE_BYTES,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        log_to_driver=False,
+    )
 
 
 def pids() -> list[int]:
