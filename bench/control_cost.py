@@ -36,7 +36,7 @@ from trainer_agent.source import ParamMeta
 from trainer_agent.sources.iterable import IterableSource
 
 DEADLINE_SECONDS = 900
-QUICK_DEADLINE_SECONDS = 75
+QUICK_DEADLINE_SECONDS = 100
 SIZES = (1, 4, 16, 64, 256, 1024)
 QUICK_SIZES = (1, 8)
 RAY_SIZES = (1, 4, 16, 64)

@@ -50,14 +50,19 @@ class Engine:
 
 
 def start() -> None:
-    """A Ray of its own on this machine."""
+    """A Ray of its own, also where another one runs on this machine."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 
     ray.init(
-        num_cpus=1, include_dashboard=False, object_store_memory=STORE_BYTES, logging_level=logging.ERROR,
-        configure_logging=False, log_to_driver=False,
-    )  # fmt: skip
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        object_store_memory=STORE_BYTES,
+        logging_level=logging.ERROR,
+        configure_logging=False,
+        log_to_driver=False,
+    )
 
 
 def pids() -> list[int]:

@@ -34,7 +34,7 @@ class EngineSettings:
     advertise: str = ""
     """Address that others reach it by, if it is not the one it listens on."""
     state_dir: Path = Path("weightplane-state")
-    """Directory for what must survive the agent: `<engine_id>.json`."""
+    """Directory for what must survive the agent: `<engine_id>.json`, `<engine_id>.number.json`."""
     backend: str = "vllm"
     """vllm; external: a vLLM server that somebody else started; or memory: an engine without a model, for tests."""
     vllm: VllmSettings | None = None

@@ -53,10 +53,12 @@ log = structlog.get_logger(__name__)
 
 PAUSE_SHARE = 0.5
 """Of the lease's time: five ticks that did not come."""
-VIEW_SECONDS = 0.02
-"""Changes that come closer together than this are shown at once: a view is made of the whole fleet."""
-VIEW_REST = 4
-"""For each second that a view takes to make, so many pass before the next one: of a large fleet most of the time is the
+TOGETHER_SECONDS = 0.02
+"""Changes that come closer together than this are told at once, to who routes and to who waits for an update."""
+VIEW_SECONDS = 0.1
+"""The same for people: a view is made of the whole fleet."""
+REST = 9
+"""For each second that either takes to make, so many pass before the next one: of a large fleet most of the time is the
 engines', whose reports decide."""
 _SEEN = (UpdateChanged, ViewChanged)
 MAX_PENDING_FRAMES = 256
@@ -104,8 +106,8 @@ class Hub:
         self._ledger = ledger
         self._writer = writer
         self._lock = asyncio.Lock()
-        self._seen = asyncio.Event()
-        """Something that people or clients see changed."""
+        self._seen, self._told = asyncio.Event(), asyncio.Event()
+        """Something that people, or clients, see changed since they were shown it last."""
         self._outboxes: dict[int, Outbox] = {}
         self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
         self._moved: set[UpdateId] = set()
@@ -143,6 +145,7 @@ class Hub:
                 await to_the_end(self._carry_out(effects))
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
+                self._told.set()
             return effects
 
     def _now(self) -> float:
@@ -165,19 +168,24 @@ class Hub:
             self.ticks += 1
 
     async def publish_forever(self) -> None:
-        """Views and routes, once for all events that came close together, after the first of them were answered.
-        Between two events, so that nothing is shown that is not in the ledger (INV-9)."""
-        rest = VIEW_SECONDS
+        """What is told once for all events that came close together, after the first of them were answered. Between two
+        events, so that nothing is shown that is not in the ledger (INV-9)."""
+        await asyncio.gather(
+            self._publish_together(self._told, self._publish_changes, TOGETHER_SECONDS),
+            self._publish_together(self._seen, self._publish_view, VIEW_SECONDS),
+        )
+
+    async def _publish_together(self, changed: asyncio.Event, publish: Callable[[], None], seconds: float) -> None:
+        rest = seconds
         while True:
-            await self._seen.wait()
+            await changed.wait()
             await asyncio.sleep(rest)
             async with self._lock:
-                self._seen.clear()
+                changed.clear()
                 began = time.monotonic()
                 if not self.failed.done():
-                    self._publish_moved()
-                    self._publish_views()
-                rest = max(VIEW_SECONDS, VIEW_REST * (time.monotonic() - began))
+                    publish()
+                rest = max(seconds, REST * (time.monotonic() - began))
 
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
@@ -272,10 +280,14 @@ class Hub:
         else:
             self._moved.add(update.update_id)
 
-    def _publish_moved(self) -> None:
+    def _publish_changes(self) -> None:
         for update_id in self._moved & self.core.updates.keys():
             self._publish_update(self.core.updates[update_id])
         self._moved.clear()
+        for (model, kept), topic in self._routes.items():
+            new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
+            if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
+                topic.set(new)
 
     def _publish_update(self, update: UpdateTransaction) -> None:
         state = views.update_state(update, self.clock_shift)
@@ -287,15 +299,11 @@ class Hub:
         for gone in self._updates.keys() - self.core.updates.keys():
             del self._updates[gone]
 
-    def _publish_views(self) -> None:
+    def _publish_view(self) -> None:
         view = self._view()
         self._happenings.see(view)
         self._lags.see(view)
         self.view.set(view)
-        for (model, kept), topic in self._routes.items():
-            new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
-            if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
-                topic.set(new)
 
     def _view(self) -> operator_pb2.FleetView:
         return views.fleet_view(self.core, time.monotonic(), self.clock_shift, self._decided)

@@ -20,7 +20,7 @@ def state(stage: Stage | None) -> EngineState:
 
 
 def session_of(latest: Latest[EngineState]) -> Session:
-    life: Any = SimpleNamespace(state=latest)
+    life: Any = SimpleNamespace(state=latest, core=SimpleNamespace(gate_open=False))
     return Session(life, "nowhere:1", "nowhere:2", Membership())
 
 
@@ -45,3 +45,16 @@ async def test_an_update_that_takes_its_time_is_told_of_too(stage: Stage) -> Non
     latest.set(moving)
     async with asyncio.timeout(10):
         assert await telling is moving
+
+
+async def test_inv10_a_gate_that_opens_by_what_the_fleet_serves_is_told_at_once() -> None:
+    """The state is the same: it is the served set that changed at the decision."""
+    applied = state(Stage.APPLIED)
+    latest = Latest(applied)
+    session = session_of(latest)
+    telling = asyncio.create_task(session._next_state(applied))
+    await asyncio.sleep(0)
+    session._life.core = SimpleNamespace(gate_open=True)  # type: ignore[assignment]
+    latest.set(applied)
+    async with asyncio.timeout(0.5):  # half a heartbeat
+        assert await telling is applied

@@ -85,7 +85,8 @@ class FleetServicer:
         """An agent's session, for as long as it lives.
 
         The first frame is a hello; the coordinator answers `welcome`. Then the agent sends its full state at each
-        change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change.
+        change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change. That an
+        update is being received or installed may be told 20 ms later, and not at all where it took less.
         All frames are state, not commands: the newest stands for all before it. A stream that ends is silence (the
         engine becomes UNKNOWN); only `goodbye` is a goodbye.
 
@@ -121,7 +122,8 @@ class FleetServicer:
 
     def WatchUpdate(self, request, context):
         """Watch an update: its state now and at each change, until it is decided. The phase GO permits commit
-        frames. Open to any number of watchers; a watcher that leaves changes nothing.
+        frames. A phase is told at once; what engines report in between is told together, 20 ms later or, of a large
+        fleet, a little more. Open to any number of watchers; a watcher that leaves changes nothing.
 
         Errors: UNKNOWN_UPDATE (NOT_FOUND).
         """

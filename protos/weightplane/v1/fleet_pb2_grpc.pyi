@@ -37,7 +37,8 @@ class FleetStub:
     """An agent's session, for as long as it lives.
 
     The first frame is a hello; the coordinator answers `welcome`. Then the agent sends its full state at each
-    change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change.
+    change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change. That an
+    update is being received or installed may be told 20 ms later, and not at all where it took less.
     All frames are state, not commands: the newest stands for all before it. A stream that ends is silence (the
     engine becomes UNKNOWN); only `goodbye` is a goodbye.
 
@@ -65,7 +66,8 @@ class FleetStub:
     """
     WatchUpdate: _grpc.UnaryStreamMultiCallable[_fleet_pb2.WatchUpdateRequest, _fleet_pb2.WatchUpdateResponse]
     """Watch an update: its state now and at each change, until it is decided. The phase GO permits commit
-    frames. Open to any number of watchers; a watcher that leaves changes nothing.
+    frames. A phase is told at once; what engines report in between is told together, 20 ms later or, of a large
+    fleet, a little more. Open to any number of watchers; a watcher that leaves changes nothing.
 
     Errors: UNKNOWN_UPDATE (NOT_FOUND).
     """
@@ -107,7 +109,8 @@ class FleetAsyncStub(FleetStub):
     """An agent's session, for as long as it lives.
 
     The first frame is a hello; the coordinator answers `welcome`. Then the agent sends its full state at each
-    change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change.
+    change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change. That an
+    update is being received or installed may be told 20 ms later, and not at all where it took less.
     All frames are state, not commands: the newest stands for all before it. A stream that ends is silence (the
     engine becomes UNKNOWN); only `goodbye` is a goodbye.
 
@@ -135,7 +138,8 @@ class FleetAsyncStub(FleetStub):
     """
     WatchUpdate: _aio.UnaryStreamMultiCallable[_fleet_pb2.WatchUpdateRequest, _fleet_pb2.WatchUpdateResponse]  # type: ignore[assignment]
     """Watch an update: its state now and at each change, until it is decided. The phase GO permits commit
-    frames. Open to any number of watchers; a watcher that leaves changes nothing.
+    frames. A phase is told at once; what engines report in between is told together, 20 ms later or, of a large
+    fleet, a little more. Open to any number of watchers; a watcher that leaves changes nothing.
 
     Errors: UNKNOWN_UPDATE (NOT_FOUND).
     """
@@ -180,7 +184,8 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         """An agent's session, for as long as it lives.
 
         The first frame is a hello; the coordinator answers `welcome`. Then the agent sends its full state at each
-        change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change.
+        change and at least every heartbeat interval, and the coordinator sends `fleet_state` at each change. That an
+        update is being received or installed may be told 20 ms later, and not at all where it took less.
         All frames are state, not commands: the newest stands for all before it. A stream that ends is silence (the
         engine becomes UNKNOWN); only `goodbye` is a goodbye.
 
@@ -220,7 +225,8 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_fleet_pb2.WatchUpdateResponse], _abc.AsyncIterator[_fleet_pb2.WatchUpdateResponse]]:
         """Watch an update: its state now and at each change, until it is decided. The phase GO permits commit
-        frames. Open to any number of watchers; a watcher that leaves changes nothing.
+        frames. A phase is told at once; what engines report in between is told together, 20 ms later or, of a large
+        fleet, a little more. Open to any number of watchers; a watcher that leaves changes nothing.
 
         Errors: UNKNOWN_UPDATE (NOT_FOUND).
         """
