@@ -1,6 +1,8 @@
 """Many engine agents with in-memory engines in one process: each with its own port, session, connection and disk.
 
-    python -m bench.engine_host COORDINATOR DIRECTORY FIRST COUNT
+    python -m bench.engine_host COORDINATOR DIRECTORY FIRST COUNT [frozen]
+
+`frozen`: engines of a model that nobody trains, which serve what they loaded from their start.
 
 The agents are the product's; only that they share a process and its event loop is this file's. It ends at a signal.
 """
@@ -20,13 +22,15 @@ from engine_agent.memory_engine import MemorySettings
 from engine_agent.settings import EngineSettings
 
 RUN = "bench"
+FROZEN = "frozen"
+"""Name of the model that nobody trains."""
 SHAPES = {"a": (1000,), "b": (3, 5)}
 """float32: 4,060 bytes."""
 AT_ONCE = 16
 """Agents that start together: their hellos are not the measured work."""
 
 
-async def main(coordinator: str, directory: Path, first: int, count: int) -> None:
+async def main(coordinator: str, directory: Path, first: int, count: int, frozen: bool) -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     stop = asyncio.Event()
     agents = []
@@ -35,6 +39,8 @@ async def main(coordinator: str, directory: Path, first: int, count: int) -> Non
             engine_id=f"engine-{i}",
             coordinator=coordinator,
             run_id=RUN,
+            model=FROZEN if frozen else "policy",
+            initial="serve" if frozen else "unset",
             state_dir=directory,
             backend="memory",
             memory=MemorySettings(tensors=SHAPES),
@@ -49,4 +55,4 @@ async def main(coordinator: str, directory: Path, first: int, count: int) -> Non
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))
+    asyncio.run(main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), "frozen" in sys.argv[5:]))

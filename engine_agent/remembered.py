@@ -1,7 +1,9 @@
 """What an agent must not forget over its own death: the highest terms and number that it saw (INV-7), how many lives
 its engine had (L2), and who has its engine's devices.
 
-Small JSON files, each replaced atomically and synced before anything that follows from it.
+Small JSON files, each replaced atomically and synced before anything that follows from it. The number, which grows with
+every update, is written over in place in a file of its own: one write to the disk in place of three. That file is one
+sector, so that a write which a crash cuts short is there or is not.
 """
 
 from __future__ import annotations
@@ -37,6 +39,9 @@ class Lent:
     """As `EngineFacts` has them: who waits for devices has no engine to ask."""
 
 
+SECTOR_BYTES = 512
+
+
 class Memory:
     """The files, for one run and model: what another run left there says nothing here, and of another model of the
     same run all but its term.
@@ -45,8 +50,11 @@ class Memory:
     """
 
     def __init__(self, path: Path, run_id: str, model: str) -> None:
-        """`path` is the first one's; the note of lent devices lies beside it."""
+        """`path` is the first one's; the number, and the note of lent devices, lie beside it."""
         self._path = path
+        self._number_path = path.with_suffix(".number.json")
+        self._saved: Remembered | None = None
+        """By this process, or None: what the first file holds is another's."""
         self._lent_path = path.with_suffix(".lent.json")
         self._run_id = run_id
         self._model = model
@@ -64,6 +72,7 @@ class Memory:
             raise LedgerError(path=str(self._path), cause=str(error)) from error
         if not of_this_run:
             return Remembered()
+        remembered = replace(remembered, number=max(remembered.number, self._noted_number()))
         return remembered if of_this_model else replace(remembered, term=0)
 
     def begin_life(self) -> tuple[Remembered, int]:
@@ -78,7 +87,31 @@ class Memory:
         return now, now.lives if before != Remembered() else 0
 
     def save(self, remembered: Remembered) -> None:
-        self._replace(self._path, asdict(remembered))
+        """On the disk when it returns."""
+        if self._saved is not None and remembered == replace(self._saved, number=remembered.number):
+            self._note_number(remembered.number)
+        else:
+            self._replace(self._path, asdict(remembered))
+        self._saved = remembered
+
+    def _noted_number(self) -> int:
+        """0 where none was noted, or another run's."""
+        try:
+            content = json.loads(self._number_path.read_text())
+            run_id, number = content["run_id"], int(content["number"])
+        except FileNotFoundError:
+            return 0
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            raise LedgerError(path=str(self._number_path), cause=str(error)) from error
+        return number if run_id == self._run_id else 0
+
+    def _note_number(self, number: int) -> None:
+        line = json.dumps({"run_id": self._run_id, "number": number}).ljust(SECTOR_BYTES - 1) + "\n"
+        try:
+            if not _overwrite(self._number_path, line.encode()):
+                self._put(self._number_path, line)
+        except OSError as error:
+            raise LedgerError(path=str(self._number_path), cause=error.strerror or str(error)) from error
 
     def lent(self) -> Lent | None:
         """What the last life noted; what another run or model left there is none of this one's."""
@@ -104,17 +137,36 @@ class Memory:
             raise LedgerError(path=str(self._lent_path), cause=error.strerror or str(error)) from error
 
     def _replace(self, path: Path, content: dict[str, object]) -> None:
+        self._put(path, json.dumps({"run_id": self._run_id, "model": self._model, **content}))
+
+    def _put(self, path: Path, text: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             scratch = path.with_suffix(".tmp")
             with scratch.open("w") as file:
-                json.dump({"run_id": self._run_id, "model": self._model, **content}, file)
+                file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
             scratch.rename(path)
             _sync_directory(path.parent)
         except OSError as error:
             raise LedgerError(path=str(path), cause=error.strerror or str(error)) from error
+
+
+def _overwrite(path: Path, line: bytes) -> bool:
+    """One sector in place; False where there is no such file yet, or it is not of that size. Raises OSError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        if len(line) != SECTOR_BYTES or os.fstat(descriptor).st_size != SECTOR_BYTES:
+            return False
+        os.pwrite(descriptor, line, 0)
+        os.fdatasync(descriptor)
+        return True
+    finally:
+        os.close(descriptor)
 
 
 def _sync_directory(path: Path) -> None:

@@ -134,7 +134,8 @@ class Hub:
             now = self._now()
             effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
-            await to_the_end(self._carry_out(effects))
+            if effects:
+                await to_the_end(self._carry_out(effects))
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
             return effects

@@ -86,13 +86,19 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         except (TimeoutError, StopAsyncIteration):
             raise PeerLost(peer="agent", cause="no hello came") from None
         await self._hub.handle(_hello_event(session, hello))
+        last = hello
+        event: events.Event | None = None
         async for frame in iterator:
+            if event is not None and frame == last:  # a heartbeat: it says once more what it said
+                await self._hub.handle(event)
+                continue
             kind = frame.WhichOneof("frame")
             if kind == "goodbye":
                 log.info("agent_left", reason=frame.goodbye.reason)
                 await self._hub.handle(events.SessionEnded(session, goodbye=True))
                 return
-            await self._hub.handle(_status_event(session, frame))
+            last, event = frame, _status_event(session, frame)
+            await self._hub.handle(event)
 
     async def BeginUpdate(self, request: fleet_pb2.BeginUpdateRequest, context: Any) -> fleet_pb2.BeginUpdateResponse:
         self._check_holder(ModelName(request.model), request.term)

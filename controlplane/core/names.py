@@ -8,6 +8,7 @@ before `e10`.
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 
 from controlplane.core.versions import DeviceUuid, TrainerId
 
@@ -22,6 +23,9 @@ MAX_OWNER_LENGTH = 128
 """Of a hold's owner, in the contract."""
 TRAINERS = "trainer:"
 """How the owners of holds begin that are trainers."""
+
+NAMES_KEPT = 1 << 16
+"""Names whose order is remembered: a view sorts all engines' names several times a second."""
 
 NaturalKey = tuple[tuple[str | int, ...], str]
 
@@ -42,6 +46,7 @@ def trainer_owner(trainer_id: TrainerId | str) -> str:
     return f"{TRAINERS}{trainer_id}"[:MAX_OWNER_LENGTH]
 
 
+@lru_cache(NAMES_KEPT)
 def natural_key(name: str) -> NaturalKey:
     """For sorting: runs of digits count as numbers. Total: different names have different keys."""
     parts = _NUMBER.split(name)

@@ -7,12 +7,51 @@ from pathlib import Path
 import pytest
 
 from controlplane.core.errors import LedgerError
-from engine_agent.remembered import Memory, Remembered
+from engine_agent.remembered import SECTOR_BYTES, Memory, Remembered
 
 
 def test_what_was_saved_is_there_for_the_next_life(tmp_path: Path) -> None:
     Memory(tmp_path / "deep" / "e0.json", "run", "policy").save(Remembered(term=3, coordinator_term=2, number=41))
     assert Memory(tmp_path / "deep" / "e0.json", "run", "policy").load() == Remembered(3, 2, 41)
+
+
+def test_numbers_that_grew_are_there_for_the_next_life(tmp_path: Path) -> None:
+    path = tmp_path / "e0.json"
+    memory = Memory(path, "run", "policy")
+    for number in (7, 8, 1000, 1001):
+        memory.save(Remembered(term=3, coordinator_term=2, number=number, lives=1))
+        assert Memory(path, "run", "policy").load() == Remembered(3, 2, number, 1)
+    memory.save(Remembered(term=4, coordinator_term=2, number=1001, lives=1))
+    assert Memory(path, "run", "policy").load() == Remembered(4, 2, 1001, 1)
+    assert Memory(path, "other", "policy").load() == Remembered()
+    assert Memory(path, "other", "policy").begin_life()[0] == Remembered(lives=1)
+
+
+def test_a_number_is_written_over_in_place_and_one_sector_long(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "e0.json", "run", "policy")
+    for number in (1, 2):
+        memory.save(Remembered(number=number))
+    note = tmp_path / "e0.number.json"
+    inode = note.stat().st_ino
+    memory.save(Remembered(number=3))
+    assert (note.stat().st_ino, note.stat().st_size) == (inode, SECTOR_BYTES)
+
+
+def test_a_number_of_a_run_with_a_long_name_is_noted_too(tmp_path: Path) -> None:
+    long = "r" * SECTOR_BYTES
+    for run, numbers in ((long, (1, 2, 3)), ("run", (1, 2))):
+        memory = Memory(tmp_path / "e0.json", run, "policy")
+        for number in numbers:
+            memory.save(Remembered(number=number))
+        assert Memory(tmp_path / "e0.json", run, "policy").load().number == numbers[-1]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": "run"}', '{"run_id": "run", "number": "many"}'])
+def test_a_damaged_number_is_an_error_and_never_a_zero(tmp_path: Path, content: str) -> None:
+    Memory(tmp_path / "e0.json", "run", "policy").save(Remembered(number=5))
+    (tmp_path / "e0.number.json").write_text(content)
+    with pytest.raises(LedgerError):
+        Memory(tmp_path / "e0.json", "run", "policy").load()
 
 
 def test_nothing_was_seen_before_the_first_save(tmp_path: Path) -> None:
