@@ -98,6 +98,8 @@ class Session:
         self._left = asyncio.Event()
         self._told: Latest[EngineState | None] = Latest(None)
         """The state that was sent last."""
+        self._served: frozenset[WeightVersion] = frozenset()
+        """The served set that it was made with."""
 
     async def run(self) -> None:
         """Raises the refusal when it is fatal."""
@@ -176,23 +178,23 @@ class Session:
     async def _frames(self) -> AsyncIterator[fleet_pb2.SessionRequest]:
         """The hello, then the state at each change and at least every heartbeat: made by this loop, so that it
         stops when the loop does."""
-        sent, served = self._life.state.value, self._life.core.served
+        sent, self._served = self._life.state.value, self._life.core.served
         yield fleet_pb2.SessionRequest(engine_hello=self._hello())
         while self._goodbye is None:
-            sent = await self._next_state(sent, served)
-            served = self._life.core.served
+            sent = await self._next_state(sent)
+            self._served = self._life.core.served
             yield fleet_pb2.SessionRequest(engine_status=status_of(self._life))
             self._told.set(sent)
         yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
 
-    async def _next_state(self, sent: EngineState, served: frozenset[WeightVersion]) -> EngineState:
+    async def _next_state(self, sent: EngineState) -> EngineState:
         """The state once it differs from `sent`, or its gate may, for another served set; or when a heartbeat is due.
 
         One that only says that an update moves on waits a moment for what follows: nothing is decided by it.
         """
 
         def is_due(state: EngineState) -> bool:
-            return state is not sent or self._life.core.served != served or self._goodbye is not None
+            return state is not sent or self._life.core.served != self._served or self._goodbye is not None
 
         def is_news(state: EngineState) -> bool:
             return not _moves_on(state) or self._goodbye is not None
