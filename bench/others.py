@@ -33,17 +33,18 @@ def measure(quick: bool) -> list[Row]:
         return not_quick("Ray, vLLM's HTTP endpoints", engines=3)
     quiet()
     model, rounds = model_directory(), ROUNDS
-    weights = Turning(two_versions(model))
+    versions = two_versions(model)
+    weights, by_http, by_ray = Turning(versions), Turning(versions), Turning(versions)
     with ExitStack() as stack:
         fleet = stack.enter_context(real_fleet(model))
         rank = stack.enter_context(TrainerRank.join(fleet.address, source=weights.source(), run_id=RUN))
         pushes = Pushes(rank, fleet, weights)
-        http = stack.enter_context(http_pushes(model, weights.source(), LOG.absolute()))
+        http = stack.enter_context(http_pushes(model, by_http.source(), LOG.absolute()))
         over_ray = stack.enter_context(ray_pushes(model))
         contenders = {
             "push": pushes.push,
-            "http": lambda: http.push(weights.turn()),
-            "ray": lambda: over_ray.push(weights.turn()),
+            "http": lambda: http.push(by_http.turn()),
+            "ray": lambda: over_ray.push(by_ray.turn()),
         }
         samples = interleave(contenders, rounds=rounds, warm_up=2)
         http.check()

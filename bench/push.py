@@ -63,19 +63,21 @@ class Pushes:
 def measure(quick: bool) -> list[Row]:
     quiet()
     model, rounds = model_directory(), 3 if quick else 11
-    weights = Turning(two_versions(model))
+    versions = two_versions(model)
+    weights = Turning(versions)
     with ExitStack() as stack:
         fleet = stack.enter_context(real_fleet(model))
         rank = stack.enter_context(TrainerRank.join(fleet.address, source=weights.source(), run_id=RUN))
         pushes = Pushes(rank, fleet, weights)
         disk = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="weightplane-bench-", dir=Path.home())))
-        samples = interleave(contenders(fleet, pushes, weights, model, disk), rounds=rounds, warm_up=2)
+        samples = interleave(contenders(fleet, pushes, Turning(versions), model, disk), rounds=rounds, warm_up=2)
     return rows(samples, pushes, rounds)
 
 
 def contenders(
     fleet: RealFleet, pushes: Pushes, weights: Turning, model: Path, disk: Path
 ) -> dict[str, Callable[[], float]]:
+    """`weights`: of the disk's own turns; a push always brings what the push before it did not."""
     engine, file = fleet.engines[0], disk / "model.safetensors"
     for name in ("config.json", "generation_config.json"):
         (disk / name).write_bytes((model / name).read_bytes())

@@ -28,7 +28,7 @@ from controlplane.core.errors import (
     WrongIncarnation,
     WrongRun,
 )
-from controlplane.core.versions import ModelName, Term, WeightVersion
+from controlplane.core.versions import ModelName, Term
 from controlplane.devices import host_id
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import commit_from_proto, engine_ref, seconds_from_proto, version_from_proto

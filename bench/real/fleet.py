@@ -128,6 +128,8 @@ def ended(process: subprocess.Popen[Any]) -> Iterator[None]:
     try:
         yield
     finally:
+        if process.stdin is not None:
+            process.stdin.close()  # who reads it would hold up the end
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
             process.wait(END_SECONDS)
