@@ -81,11 +81,11 @@ async def test_inv3_a_stream_that_ends_without_a_commit_is_an_abort(fleet: Local
     assert (await fleet.generate("e0", 3))[1] == [(1, 0, 3)]
 
 
-async def test_silence_on_an_open_stream_is_an_abort(fleet: LocalFleet) -> None:
-    begun = await fleet.begin()
-    stream = fleet.stream(begun, "e0")
-    await stream.open()
-    assert await refused(stream) == "UPDATE_ABORTED"
+async def test_silence_on_an_open_stream_is_an_abort(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path, engines=1, stream_idle_seconds=0.5) as fleet:
+        stream = fleet.stream(await fleet.begin(), "e0")
+        await stream.open()
+        assert await refused(stream) == "UPDATE_ABORTED"
 
 
 async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(tmp_path: Path) -> None:

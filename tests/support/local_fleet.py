@@ -182,6 +182,7 @@ class LocalFleet:
         *,
         apply: Literal["staged", "streaming"] = "staged",
         listen: str = "127.0.0.1:0",
+        stream_idle_seconds: float = 10.0,
         **memory: Any,
     ) -> None:
         settings = EngineSettings(
@@ -191,7 +192,7 @@ class LocalFleet:
             state_dir=self.directory / "engines",
             backend="memory",
             memory=MemorySettings(tensors=SHAPES, **memory),
-            stream_idle_seconds=PATIENCE_SECONDS,
+            stream_idle_seconds=stream_idle_seconds,
             apply=apply,
             listen=listen,
             tls=self.tls_of(f"engine/{engine_id}"),
