@@ -15,9 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
 from controlplane.core.errors import WeightplaneError
 
+settings.register_profile("weightplane", deadline=None)
+settings.load_profile("weightplane")
+"""What one example takes says nothing where other tests run beside it; each test has a limit of its own."""
 _PRODUCT = ("controlplane.", "engine_agent.", "trainer_agent.")
 _NOT_PRODUCERS = ("controlplane.core.errors", "controlplane.sim.")
 """The first rebuilds what another process raised; the simulator plays engines that fail."""

@@ -25,7 +25,7 @@ from engine_agent.agent import run_engine
 from engine_agent.memory_engine import MemorySettings
 from engine_agent.settings import EngineSettings
 from tests.cases.samples import PROMPT, WITHIN, LiveSample
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LAYOUT, RUN, SHAPES, LocalFleet, Stream, Weights
 from weightplane.v1 import (
     engine_pb2,
@@ -359,7 +359,7 @@ class CaseFleet(LocalFleet):
 
     async def status_at(self, endpoint: str) -> engine_pb2.EngineStatus:
         stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(endpoint))
-        response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=5)
+        response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=PATIENCE_SECONDS)
         assert isinstance(response.status, engine_pb2.EngineStatus)
         return response.status
 
@@ -390,13 +390,13 @@ class CaseFleet(LocalFleet):
         view = await self.engine(engine_id)
         stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(view.endpoint))
         request = lifecycle_pb2.PauseGenerationRequest(run_id=RUN, engine=view.status.engine, owner=owner)
-        await stub.PauseGeneration(request, timeout=5)
+        await stub.PauseGeneration(request, timeout=PATIENCE_SECONDS)
 
     async def resume(self, engine_id: str, owner: str = "me") -> None:
         view = await self.engine(engine_id)
         stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(view.endpoint))
         request = lifecycle_pb2.ResumeGenerationRequest(run_id=RUN, engine=view.status.engine, owner=owner)
-        await stub.ResumeGeneration(request, timeout=5)
+        await stub.ResumeGeneration(request, timeout=PATIENCE_SECONDS)
 
     # ---- writing ----
 
@@ -478,7 +478,7 @@ class CaseFleet(LocalFleet):
             pin=rollout_pb2.Pin(min_version=min_version),
         )
         request.wait.FromMilliseconds(int(wait * 1000))
-        return LiveSample(stub.Generate(request, timeout=30))
+        return LiveSample(stub.Generate(request, timeout=PATIENCE_SECONDS))
 
 
 @asynccontextmanager

@@ -36,7 +36,7 @@ from weightplane.v1 import (
 
 PUSH_SECONDS = 4.0
 """Below the time that a repeat would need, so that the first failure is the push's."""
-MARGIN = LOOK_SECONDS + 2.0
+MARGIN = LOOK_SECONDS + 20.0
 """Beyond a limit: who was waited for is looked at first, and the machine may be busy."""
 
 
@@ -115,6 +115,7 @@ class Mute(weight_update_pb2_grpc.WeightUpdateServicer):
     """An agent that takes all frames, and says no more than that it takes them."""
 
     def __init__(self) -> None:
+        self.heard = asyncio.Event()
         self.over = asyncio.Event()
 
     async def UpdateWeights(
@@ -123,6 +124,7 @@ class Mute(weight_update_pb2_grpc.WeightUpdateServicer):
         try:
             async for frame in request_iterator:
                 if frame.HasField("open"):
+                    self.heard.set()
                     accepted = weight_update_pb2.UpdateAccepted(version=frame.open.version, layout_needed=True)
                     yield weight_update_pb2.UpdateWeightsResponse(accepted=accepted)
         finally:
@@ -146,10 +148,11 @@ async def test_P4_an_engine_that_says_nothing_more_is_named_at_the_pushs_deadlin
         session: Any = fleet_pb2_grpc.FleetStub(fleet.channel(fleet.address)).Session()
         await session.write(fleet_pb2.SessionRequest(engine_hello=_hello_of_mute(server.address)))
         await fleet.wait_for_engines(1)
-        failure, seconds = await pushed_in_vain(trainer, push_timeout=1.0)
+        failure, seconds = await pushed_in_vain(trainer)  # time enough to come to the engine
+        assert mute.heard.is_set()
         assert failure["reason"] == "DEADLINE_EXCEEDED"
         assert "mute" in failure["text"]
-        assert seconds < 1.0 + MARGIN
+        assert seconds < PUSH_SECONDS + MARGIN
         await asyncio.wait_for(mute.over.wait(), MARGIN)
         session.cancel()
     await server.stop()
@@ -180,7 +183,7 @@ async def test_P4_a_source_that_raises_ends_the_engines_streams_with_its_text(tm
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
         failure, seconds = await pushed_in_vain(trainer, spoil="raise")
         assert failure["text"] == "the source broke"
-        assert seconds < PUSH_SECONDS
+        assert seconds < PUSH_SECONDS + MARGIN
         for engine_id in ("e0", "e1"):
             update = await aborted(fleet, engine_id)
             assert_told_or_cut(update.error_message, "the source broke")

@@ -55,9 +55,7 @@ def _update_frame(request: weight_update_pb2.UpdateWeightsRequest) -> None:
         case "layout_part":
             codec.layout_from_parts([request.layout_part])
         case "chunk":
-            event = update_frames.chunk_event(1, request.chunk)
-            for buffer in request.chunk.buffers:
-                update_frames.buffer(buffer)
+            event = update_frames.chunk_event(1, request.chunk, update_frames.buffers(request.chunk, None))
             delta = any(record.changed_elements is not None for record in event.records)
             assembly = Assembly(LAYOUT, (bytes(8), bytes(8)) if delta else None)
             assembly.add(event.index, event.records, event.buffer_bytes, last=event.last)

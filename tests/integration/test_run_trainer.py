@@ -150,7 +150,7 @@ async def test_ranks_die_with_an_agent_that_was_killed_and_its_successor_holds_t
         trainer.process.kill()
         await trainer.process.wait()
         await eventually(lambda: alive(below) == [], within=60)
-        successor = await Trainer.start(fleet, Script(steps=1, join_timeout=30))
+        successor = await Trainer.start(fleet, Script(steps=1))
         code, lines = await successor.finish()
         assert code == ExitCode.OK
         assert {j["term"] for j in events(lines, "joined")} == {2}

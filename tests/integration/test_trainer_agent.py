@@ -94,7 +94,10 @@ async def test_the_ranks_of_a_colocated_engine_hand_over_one_buffer_for_each_dev
 
 
 async def test_a_slot_whose_ranks_differ_is_refused_and_nothing_is_applied(tmp_path: Path) -> None:
-    async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
+    async with (
+        fleet_for_toys(tmp_path, engines=0, lease_ttl_seconds=60.0) as fleet,
+        toy_trainer(fleet.address) as trainer,
+    ):
         start_engine(fleet, "tp2", device_uuids=(cpu_device_uuid(0), cpu_device_uuid(1)))
         await fleet.wait_for_engines(1)
         ranks = await trainer.start_ranks(Script(steps=1, differ=True))

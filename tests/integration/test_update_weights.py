@@ -81,11 +81,11 @@ async def test_inv3_a_stream_that_ends_without_a_commit_is_an_abort(fleet: Local
     assert (await fleet.generate("e0", 3))[1] == [(1, 0, 3)]
 
 
-async def test_silence_on_an_open_stream_is_an_abort(fleet: LocalFleet) -> None:
-    begun = await fleet.begin()
-    stream = fleet.stream(begun, "e0")
-    await stream.open()
-    assert await refused(stream) == "UPDATE_ABORTED"
+async def test_silence_on_an_open_stream_is_an_abort(tmp_path: Path) -> None:
+    async with local_fleet(tmp_path, engines=1, stream_idle_seconds=0.5) as fleet:
+        stream = fleet.stream(await fleet.begin(), "e0")
+        await stream.open()
+        assert await refused(stream) == "UPDATE_ABORTED"
 
 
 async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(tmp_path: Path) -> None:
@@ -307,15 +307,19 @@ async def test_l1_l2_a_replacement_is_unset_and_unrouted_until_the_next_push(fle
 
 
 async def test_a_lost_coordinator_shuts_no_gate_and_a_new_one_goes_on(fleet: LocalFleet) -> None:
+    await fleet.stop("coordinator")
+    await fleet.start_coordinator(lease_ttl_seconds=60.0)  # no engine is silent for so long, whatever else runs here
+    await fleet.wait_for_engines(2)
+    await fleet.take_lease(takeover=True)
     await fleet.push(Weights())
     endpoint_before = (await fleet.engine("e0")).endpoint
     sample = asyncio.create_task(fleet.generate("e0", 800))
-    await asyncio.wait_for(fleet.stop("coordinator"), 20)
+    await fleet.stop("coordinator")
     await fleet.start_coordinator()
     assert (await sample)[1] == [(1, 0, 800)]
     await fleet.wait_for_engines(2)
     view = await fleet.view()
-    assert (view.coordinator_term, [v.number for v in view.state.models[0].served]) == (2, [1])
+    assert (view.coordinator_term, [v.number for v in view.state.models[0].served]) == (3, [1])
     assert (await fleet.engine("e0")).endpoint == endpoint_before
     await fleet.take_lease(takeover=True)
     state = await fleet.push(Weights())

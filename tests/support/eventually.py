@@ -13,13 +13,15 @@ from typing import Any, TypeVar, overload
 
 T = TypeVar("T")
 EVERY_SECONDS = 0.02
+PATIENCE_SECONDS = 60.0
+"""Longest that a test waits for what does come: on a machine that does ten other things, seconds say nothing."""
 
 
 @overload
-async def eventually(check: Callable[[], Awaitable[T]], *, within: float = 10.0) -> T: ...
+async def eventually(check: Callable[[], Awaitable[T]], *, within: float = PATIENCE_SECONDS) -> T: ...
 @overload
-async def eventually(check: Callable[[], T], *, within: float = 10.0) -> T: ...
-async def eventually(check: Callable[[], Any], *, within: float = 10.0) -> Any:
+async def eventually(check: Callable[[], T], *, within: float = PATIENCE_SECONDS) -> T: ...
+async def eventually(check: Callable[[], Any], *, within: float = PATIENCE_SECONDS) -> Any:
     """The first value for which `check` holds. Raises AssertionError with the check's last words after `within` s."""
     deadline = time.monotonic() + within
     while True:
@@ -36,6 +38,6 @@ async def eventually(check: Callable[[], Any], *, within: float = 10.0) -> Any:
         await asyncio.sleep(EVERY_SECONDS)
 
 
-def eventually_blocking(check: Callable[[], T], *, within: float = 10.0) -> T:
+def eventually_blocking(check: Callable[[], T], *, within: float = PATIENCE_SECONDS) -> T:
     """`eventually` for tests without an event loop."""
     return asyncio.run(eventually(check, within=within))

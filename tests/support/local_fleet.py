@@ -22,7 +22,7 @@ from controlplane.rpc.security import PLAIN, TlsSettings
 from engine_agent.agent import run_engine
 from engine_agent.memory_engine import MemorySettings
 from engine_agent.settings import EngineSettings
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from weightplane.v1 import (
     engine_pb2,
     fleet_pb2,
@@ -149,6 +149,7 @@ class LocalFleet:
         self.directory = directory
         self.tls_of = tls_of
         self.address = ""
+        self._coordinator: dict[str, Any] = {}
         self.term = 0
         self.stops: dict[str, asyncio.Event] = {}
         self.tasks: dict[str, asyncio.Task[int]] = {}
@@ -158,6 +159,8 @@ class LocalFleet:
     # ---- processes ----
 
     async def start_coordinator(self, **settings: Any) -> None:
+        """As it was started before, but for these."""
+        self._coordinator |= settings
         address_file = self.directory / "address"
         address_file.unlink(missing_ok=True)
         values: dict[str, Any] = {
@@ -169,7 +172,7 @@ class LocalFleet:
             "address_file": address_file,
             "tls": self.tls_of("coordinator/*"),
         }
-        self._start("coordinator", run_coordinator, CoordinatorSettings(**values | settings))
+        self._start("coordinator", run_coordinator, CoordinatorSettings(**values | self._coordinator))
         await eventually(address_file.exists)
         self.address = address_file.read_text()
 
@@ -179,6 +182,7 @@ class LocalFleet:
         *,
         apply: Literal["staged", "streaming"] = "staged",
         listen: str = "127.0.0.1:0",
+        stream_idle_seconds: float = 10.0,
         **memory: Any,
     ) -> None:
         settings = EngineSettings(
@@ -188,7 +192,7 @@ class LocalFleet:
             state_dir=self.directory / "engines",
             backend="memory",
             memory=MemorySettings(tensors=SHAPES, **memory),
-            stream_idle_seconds=2.0,
+            stream_idle_seconds=stream_idle_seconds,
             apply=apply,
             listen=listen,
             tls=self.tls_of(f"engine/{engine_id}"),
@@ -202,7 +206,7 @@ class LocalFleet:
     async def stop(self, name: str) -> int:
         """End a part in order. Its exit code."""
         self.stops[name].set()
-        return await asyncio.wait_for(self.tasks.pop(name), 20)
+        return await asyncio.wait_for(self.tasks.pop(name), PATIENCE_SECONDS)
 
     async def close(self) -> None:
         if self._trainer is not None:
@@ -225,7 +229,7 @@ class LocalFleet:
 
     async def view(self) -> operator_pb2.FleetView:
         stub: Any = operator_pb2_grpc.OperatorStub(self.channel(self.address))
-        response = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=5)
+        response = await stub.GetFleet(operator_pb2.GetFleetRequest(), timeout=PATIENCE_SECONDS)
         assert isinstance(response.fleet, operator_pb2.FleetView)
         return response.fleet
 
@@ -236,7 +240,7 @@ class LocalFleet:
         """Asked of the agent itself."""
         view = await self.engine(engine_id)
         stub: Any = lifecycle_pb2_grpc.LifecycleStub(self.channel(view.endpoint))
-        response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=5)
+        response = await stub.GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=PATIENCE_SECONDS)
         assert isinstance(response.status, engine_pb2.EngineStatus)
         return response.status
 
@@ -278,7 +282,7 @@ class LocalFleet:
             layout_digest=LAYOUT.digest,
             byte_count=LAYOUT.byte_count,
         )
-        response = await self.fleet.BeginUpdate(request, timeout=5)
+        response = await self.fleet.BeginUpdate(request, timeout=PATIENCE_SECONDS)
         assert isinstance(response, fleet_pb2.BeginUpdateResponse)
         return response
 
@@ -303,7 +307,7 @@ class LocalFleet:
         """Wait for the decision."""
         state = fleet_pb2.UpdateState()
         request = fleet_pb2.WatchUpdateRequest(run_id=RUN, update_id=update_id)
-        async for response in self.fleet.WatchUpdate(request, timeout=20):
+        async for response in self.fleet.WatchUpdate(request, timeout=PATIENCE_SECONDS):
             state = response.state
         return state
 
@@ -319,7 +323,7 @@ class LocalFleet:
     async def go(self, update_id: str) -> None:
         """Wait until commit frames may go."""
         request = fleet_pb2.WatchUpdateRequest(run_id=RUN, update_id=update_id)
-        call = self.fleet.WatchUpdate(request, timeout=10)
+        call = self.fleet.WatchUpdate(request, timeout=PATIENCE_SECONDS)
         async for response in call:
             if response.state.phase >= fleet_pb2.UPDATE_PHASE_GO:
                 call.cancel()
@@ -348,7 +352,7 @@ class LocalFleet:
         request.wait.FromMilliseconds(int(wait * 1000))
         tokens: list[int] = []
         finish = rollout_pb2.Finish()
-        async for response in stub.Generate(request, timeout=30):
+        async for response in stub.Generate(request, timeout=PATIENCE_SECONDS):
             tokens += response.token_ids
             finish = response.finish
         spans = [(s.version.number, s.start, s.end) for s in finish.spans]

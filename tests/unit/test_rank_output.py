@@ -11,13 +11,15 @@ from pathlib import Path
 import pytest
 
 from controlplane.processes import start_time
-from tests.support.eventually import eventually_blocking
+from tests.support.eventually import PATIENCE_SECONDS, eventually_blocking
 from trainer_agent import directories
 from trainer_agent.agent.output import DIRECTORY_VARIABLE, MAX_LINE_BYTES, MAX_LINES, Line, RankOutput, wrapped
 
 
 @pytest.fixture
-def output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[RankOutput]:
+def output(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[RankOutput]:
+    """Its end waits for all that was written, however busy the machine is."""
+    monkeypatch.setattr("trainer_agent.agent.output.STOP_SECONDS", PATIENCE_SECONDS)
     made = RankOutput(tmp_path, 2)
     yield made
     made.close()
