@@ -82,7 +82,7 @@ class Store:
         self.buildah("commit", "--rm", base, PLAIN_BASE)
 
     def make_agent_base(self) -> None:
-        """The same with an environment that finds the mounted packages, also their setuptools: torch wants a late one."""
+        """The same with an environment that finds the mounted packages and their setuptools: torch needs a late one."""
         base = self.buildah("from", PLAIN_BASE)
         named = f"echo {PACKAGES} > /opt/base/lib/python3.11/site-packages/packages.pth"
         script = f"python3 -m venv /opt/base && /opt/base/bin/pip uninstall -q -y setuptools && {named}"
