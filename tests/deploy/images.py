@@ -26,6 +26,7 @@ PACKAGES = "/srv/packages"
 """Where an agent's base image has this environment's packages."""
 NOT_THE_BASES = ("weightplane*", "_weightplane.pth", "ray", "ray-*")
 """What no base image has."""
+NOT_NEEDED = ("/var/cache/apt", "/var/lib/apt/lists", "/usr/share/doc", "/usr/share/man", "/usr/share/locale")
 BASE_PATH = "/opt/base/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -76,9 +77,10 @@ class Store:
         return done.stdout.strip()
 
     def make_base(self) -> None:
-        """Debian with Python."""
+        """Debian with Python, without what would only be copied from layer to layer: half of it."""
         base = self.buildah("from", "scratch")
         self.buildah("copy", base, str(tree()), "/")
+        self.buildah("run", "--isolation", "chroot", base, "--", "rm", "-rf", *NOT_NEEDED)
         self.buildah("commit", "--rm", base, PLAIN_BASE)
 
     def make_agent_base(self) -> None:
