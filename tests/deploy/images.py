@@ -26,6 +26,7 @@ PACKAGES = "/srv/packages"
 """Where an agent's base image has this environment's packages."""
 NOT_THE_BASES = ("weightplane*", "_weightplane.pth", "ray", "ray-*")
 """What no base image has."""
+NOT_NEEDED = ("/var/cache/apt", "/var/lib/apt/lists", "/usr/share/doc", "/usr/share/man", "/usr/share/locale")
 BASE_PATH = "/opt/base/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
@@ -76,13 +77,14 @@ class Store:
         return done.stdout.strip()
 
     def make_base(self) -> None:
-        """Debian with Python."""
+        """Debian with Python, without what would only be copied from layer to layer: half of it."""
         base = self.buildah("from", "scratch")
         self.buildah("copy", base, str(tree()), "/")
+        self.buildah("run", "--isolation", "chroot", base, "--", "rm", "-rf", *NOT_NEEDED)
         self.buildah("commit", "--rm", base, PLAIN_BASE)
 
     def make_agent_base(self) -> None:
-        """The same with an environment that finds the mounted packages, and a late setuptools: torch wants it."""
+        """The same with an environment that finds the mounted packages and their setuptools: torch needs a late one."""
         base = self.buildah("from", PLAIN_BASE)
         named = f"echo {PACKAGES} > /opt/base/lib/python3.11/site-packages/packages.pth"
         script = f"python3 -m venv /opt/base && /opt/base/bin/pip uninstall -q -y setuptools && {named}"

@@ -118,11 +118,10 @@ def test_a_runtimes_64_mib_of_shared_memory_are_named_and_refused(image: Image) 
 
 
 @pytest.mark.parametrize("backend", ["memory", "vllm"])
+@pytest.mark.parametrize("image", ["engine"], indirect=True)
 def test_an_engine_in_the_image_is_healthy_by_its_own_check_and_ends_in_order(
     image: Image, backend: str, tmp_path: Path
 ) -> None:
-    if image.name != "weightplane-engine":
-        pytest.skip("the trainer's image has no engine")
     settings = f"--set engine_id=e-0 --set backend={backend} --set initial=serve"
     if backend == "vllm":
         make_tiny_model(tmp_path / "model", 1)
