@@ -17,9 +17,9 @@ from pathlib import Path
 
 import structlog
 
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
 
 RUN = "bench"
 FROZEN = "frozen"

@@ -23,9 +23,9 @@ import torch
 from controlplane.cli.ask import get_fleet
 from controlplane.cli.ending import CommandFailed
 from controlplane.core.layout import DType
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
 from trainer_agent.rank import TrainerRank
 from trainer_agent.source import ParamMeta
 from trainer_agent.sources.iterable import IterableSource

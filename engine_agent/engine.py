@@ -2,7 +2,7 @@
 
 Three implementations obey it, under one contract suite (`tests/contract/test_engine_port.py`):
 `engine_agent.vllm.engine.VllmEngine` (the real one), `engine_agent.external.engine.ExternalEngine` (real, in a server
-that somebody else started) and `engine_agent.memory_engine.MemoryEngine` (fast, for tests and scale). An engine
+that somebody else started) and `engine_agent.memory.engine.MemoryEngine` (fast, for tests and scale). An engine
 knows nothing of terms, served sets, gates or other engines; it moves weights in, tokens out, and says honestly whether
 its weights were touched.
 """

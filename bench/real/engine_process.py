@@ -15,8 +15,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from engine_agent.agent import run_engine
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm import engine, launch
 from engine_agent.vllm.settings import VllmSettings
 

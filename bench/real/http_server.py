@@ -24,8 +24,8 @@ from bench.real.fleet import ENVIRONMENT, START_SECONDS, ended
 from bench.real.weights import Tensors
 from controlplane.core.layout import Layout
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
+from engine_agent.lineage import agent_identity
 from engine_agent.vllm.install import told_at_check, told_at_init
-from engine_agent.vllm.lineage import agent_identity
 from trainer_agent.chunking import plan_segment
 from trainer_agent.rank.exporter import layout_of
 from trainer_agent.segments import SegmentPool

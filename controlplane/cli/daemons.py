@@ -105,8 +105,8 @@ def engine(
     die_with_parent: Parent = None,
 ) -> int:
     """Run an engine agent with its engine: the only writer of that engine's weights."""
-    from engine_agent.agent import run_engine
-    from engine_agent.settings import EngineSettings
+    from engine_agent.daemon.agent import run_engine
+    from engine_agent.daemon.settings import EngineSettings
 
     if (member_of is None) != (head is None):
         raise typer.BadParameter("--member-of and --head go together: the engine, and where its agent is")

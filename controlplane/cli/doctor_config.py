@@ -18,7 +18,7 @@ from controlplane.rpc.security import TlsSettings
 
 if TYPE_CHECKING:
     from controlplane.coordinator.daemon import CoordinatorSettings
-    from engine_agent.settings import EngineSettings
+    from engine_agent.daemon.settings import EngineSettings
     from trainer_agent.agent.settings import TrainerSettings
 
 YAML = (".yaml", ".yml")
@@ -51,7 +51,7 @@ def daemons_of(file: Path) -> list[Daemon]:
     if file.suffix in YAML or "groups" in given or isinstance(given.get("coordinator"), dict):
         return _of_fleet(file)
     if "engine_id" in given:
-        from engine_agent.settings import EngineSettings
+        from engine_agent.daemon.settings import EngineSettings
 
         return [_engine(load(EngineSettings, file))]
     if "coordinator" in given:

@@ -1,4 +1,4 @@
-"""Live generation requests at an engine agent: who made which token, by the rules of `engine_agent.requests`."""
+"""Live generation requests at an engine agent: who made which token, by the rules of `engine_agent.life.requests`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A streaming install at a simulated engine: parts go in as they come, as in `engine_agent.streaming`.
+"""A streaming install at a simulated engine: parts go in as they come, as in `engine_agent.life.streaming`.
 
 It takes its turn on the engine with the first chunk, stands still when that one is checked, and goes to its end with
 the commit frame. What cuts it is seen between two of its steps, never inside one.

@@ -176,7 +176,7 @@ class EngineWork:
     # ---- pauses ----
 
     def pause(self, owner: str, how: PausePolicy, told: Action) -> None:
-        """As `engine_agent.commands`: with WAIT those that are in finish first, or time is over; then it is held."""
+        """As `life.commands`: with WAIT those that are in finish first, or time is over; then it is held."""
         operator, finishing = Hold(HoldKind.OPERATOR, owner), Hold(HoldKind.FINISHING, owner)
 
         def hold() -> None:

@@ -25,7 +25,7 @@ from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.security.diagnosis import explained
 from controlplane.rpc.server import wait_for_signal
-from engine_agent.vllm.lineage import agent_identity
+from engine_agent.lineage import agent_identity
 from weightplane.local.v1 import member_pb2 as pb
 from weightplane.local.v1 import member_pb2_grpc
 

@@ -21,11 +21,11 @@ from controlplane.core.pins import ANY
 from controlplane.core.traces import SpanRef, parse_traceparent
 from controlplane.rpc.security import PLAIN, HttpGuard
 from controlplane.tracing import CallTrace, trace_call
-from engine_agent.entry import enter
-from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
 from engine_agent.openai_door.answers import App, Message, Receive, Scope, Send, VersionedAnswer, refuse, say
 from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.openai_door.visit import Visit, current
+from engine_agent.services.entry import enter
 
 log = structlog.get_logger(__name__)
 

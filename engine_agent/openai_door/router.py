@@ -12,7 +12,7 @@ from contextlib import suppress
 import httpx
 import structlog
 
-from engine_agent.life import EngineLife
+from engine_agent.life.engine_life import EngineLife
 
 log = structlog.get_logger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import structlog
 
 from controlplane.rpc.security import HttpGuard
-from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
 from engine_agent.openai_door.answers import App
 from engine_agent.openai_door.door import UNASKED, Door
 from engine_agent.openai_door.router import RouterRegistration

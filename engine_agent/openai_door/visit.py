@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.versions import WeightVersion
 from controlplane.tracing import UNTRACED, CallTrace
-from engine_agent.requests import Part, Parts, Span
-from engine_agent.spans import trace_part
+from engine_agent.life.requests import Part, Parts, Span
+from engine_agent.life.spans import trace_part
 
 MAX_CHOICES = 1024
 """Samples of one request, over all its prompts."""

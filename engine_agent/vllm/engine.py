@@ -46,13 +46,13 @@ from engine_agent.engine import (
     StagedPart,
     StagedWeights,
 )
-from engine_agent.members.nodes import FurtherNodes
 from engine_agent.threads import in_thread
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt, speak
 from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
 from engine_agent.vllm.engine_log import EngineLog
 from engine_agent.vllm.environment import gpu_present
+from engine_agent.vllm.further_nodes import FurtherNodes
 from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import end, launch
 from engine_agent.vllm.leftovers import Leftovers

@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from engine_agent.vllm.lineage import agent_identity
+from engine_agent.lineage import agent_identity
 from engine_agent.vllm.plugin import ENTRY_POINT_NAME
 from engine_agent.vllm.settings import VllmSettings
 

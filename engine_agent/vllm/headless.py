@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from engine_agent.lineage import watch_agent
 from engine_agent.vllm import environment
 from engine_agent.vllm.engine_log import EngineLog
-from engine_agent.vllm.lineage import watch_agent
 from engine_agent.vllm.settings import Nodes, VllmSettings, engine_arguments
 
 SHUTDOWN_SECONDS = 5.0

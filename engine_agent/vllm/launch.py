@@ -20,11 +20,11 @@ import psutil
 import structlog
 
 from controlplane.core.errors import EngineDied, UnsupportedByEngine
+from engine_agent.lineage import tie_coordinator
 from engine_agent.threads import in_thread
 from engine_agent.vllm import environment
 from engine_agent.vllm.connectors import check_connector
 from engine_agent.vllm.engine_log import EngineLog, with_log
-from engine_agent.vllm.lineage import tie_coordinator
 from engine_agent.vllm.plugin import ENTRY_POINT_GROUP, ENTRY_POINT_NAME
 from engine_agent.vllm.processes import KILL_WAIT_SECONDS, descendants, kill
 from engine_agent.vllm.settings import Nodes, VllmSettings, engine_arguments

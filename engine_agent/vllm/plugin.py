@@ -5,7 +5,7 @@ Promises to be idempotent, and to import nothing of vLLM before the process's ti
 
 from __future__ import annotations
 
-from engine_agent.vllm.lineage import watch_agent
+from engine_agent.lineage import watch_agent
 
 ENTRY_POINT_GROUP = "vllm.general_plugins"
 ENTRY_POINT_NAME = "weightplane"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.rpc import server
-from engine_agent import agent
+from engine_agent.daemon import agent
 
 
 @pytest.fixture(autouse=True)

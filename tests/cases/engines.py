@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from controlplane.core.canary import Canary
-from engine_agent import building
+from engine_agent.daemon import building
 from engine_agent.engine import InstallReport, LiveRequests, StagedWeights
-from engine_agent.memory_engine import MemoryEngine, MemorySettings, _Live
+from engine_agent.memory.engine import MemoryEngine, MemorySettings, _Live
 
 POINTS = ("quiesce", "first_byte", "half", "canary")
 """In the order of an update: `first_byte` is before the weights are touched, `half` while they are a mixture."""

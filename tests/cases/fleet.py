@@ -21,9 +21,9 @@ import grpc
 from controlplane.core.errors import WeightplaneError
 from controlplane.devices import SHARED_MEMORY, host_id
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
 from tests.cases.samples import PROMPT, WITHIN, LiveSample
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LAYOUT, RUN, SHAPES, LocalFleet, Stream, Weights

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from controlplane.rpc.latest import Latest
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.memory.engine import token_of, weights_of
 from tests.support.local_fleet import LAYOUT, Weights
 from weightplane.v1 import rollout_pb2
 

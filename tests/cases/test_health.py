@@ -17,11 +17,11 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from controlplane.exit_codes import ExitCode
-from engine_agent import progress
-from engine_agent.agent import run_engine
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import EngineFacts
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.life import progress
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from tests.cases.fleet import CaseFleet, case_fleet, number_of, refusals
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, SHAPES, Weights
@@ -229,7 +229,7 @@ async def test_L6_what_is_published_is_the_port_that_was_bound_and_it_is_bound_w
         return server
 
     monkeypatch.setattr(MemoryEngine, "start", slow)
-    monkeypatch.setattr("engine_agent.agent.start_server", noted)
+    monkeypatch.setattr("engine_agent.daemon.agent.start_server", noted)
     fleet._start("e9", run_engine, _settings(fleet, tmp_path, "e9", "127.0.0.1:0"))
     address = await asyncio.wait_for(bound.get(), 10)
     assert await health(fleet, address) == NOT_SERVING  # it is there, and says so

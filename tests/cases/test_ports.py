@@ -22,7 +22,7 @@ from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.addresses import is_loopback
 from controlplane.rpc.metrics import serve_metrics
 from controlplane.rpc.server import start_server
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 from tests.support.certificates import people
 from tests.support.every_rpc import every_rpc
 from tests.support.local_fleet import RUN, LocalFleet, Weights, local_fleet

@@ -24,7 +24,7 @@ from engine_agent.engine import (
     StagedPart,
     StagedWeights,
 )
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from tests.support.eventually import eventually
 from tests.support.ports import free_port
 from tests.support.staging import stage

@@ -21,12 +21,12 @@ import torch
 from structlog.testing import capture_logs
 
 from controlplane.core.errors import LinkFailed, UpdateFailed
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
 from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
-from engine_agent.settings import EngineSettings
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.thread_rank import Source, ThreadRank, tokens_of

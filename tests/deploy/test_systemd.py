@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.exit_codes import ExitCode
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 from tests.deploy.machine import REPOSITORY, Machine, booted, missing
 from tests.support.eventually import eventually_blocking
 from tests.support.toy_rank import SHAPES

@@ -16,10 +16,10 @@ import pytest
 from safetensors.torch import load_file
 
 from controlplane.core.sampling import SamplingSettings
-from engine_agent.agent import run_engine
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.external.engine import ExternalEngine, ExternalSettings
-from engine_agent.settings import EngineSettings
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.ports import free_port

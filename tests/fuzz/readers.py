@@ -15,7 +15,7 @@ from controlplane.core.assembly import Assembly
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.rpc import codec, plan_codec
 from controlplane.rpc.validation import validate
-from engine_agent import update_frames
+from engine_agent.services import update_frames
 from tests.support.every_rpc import Rpc, every_rpc
 from weightplane.v1 import (
     engine_pb2,

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from engine_agent import building
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.daemon import building
+from engine_agent.memory.engine import MemoryEngine
 
 
 @pytest.fixture

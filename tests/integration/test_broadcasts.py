@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.agent import run_engine
+from engine_agent.daemon.agent import run_engine
 from engine_agent.receivers import links as engine_links
 from tests.support.thread_rank import Source, ThreadRank
 from tests.support.toy_rank import Script

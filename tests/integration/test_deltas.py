@@ -18,8 +18,8 @@ from controlplane.checkpoints import read_manifest
 from controlplane.core.engine_events import Update
 from controlplane.core.layout import content_digest
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.kept_base import BaseKeeper
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.life.kept_base import BaseKeeper
+from engine_agent.memory.engine import token_of, weights_of
 from engine_agent.receivers import Receiver
 from tests.support.deltas_by_hand import Opened, spoil, staged_files, watch_opens
 from tests.support.eventually import eventually

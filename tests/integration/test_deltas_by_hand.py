@@ -13,7 +13,7 @@ from controlplane.core.errors import InstallFailed
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.engine import InstallReport, StagedWeights
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.memory.engine import MemoryEngine
 from tests.support.checkpoint_fleet import Person, checkpoint_fleet, keep, routable, start_engine, words_of
 from tests.support.deltas_by_hand import (
     base_of,

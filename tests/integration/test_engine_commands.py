@@ -13,8 +13,8 @@ import pytest
 from controlplane.core import engine_events as events
 from controlplane.core.errors import DeadlineExceeded
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.memory.engine import MemoryEngine
 from tests.cases.samples import PROMPT, LiveSample
 from tests.support.checkpoint_fleet import checkpoint_fleet
 from tests.support.eventually import eventually

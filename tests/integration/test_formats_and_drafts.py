@@ -16,9 +16,9 @@ import torch
 from controlplane import failpoints
 from controlplane.core.errors import FormatMismatch, UpdateFailed
 from controlplane.core.layout import FP8_BLOCK, DType
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemoryEngine, MemorySettings, weights_of
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemoryEngine, MemorySettings, weights_of
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.thread_rank import ThreadRank, tokens_of
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
@@ -140,7 +140,7 @@ async def test_an_engine_refuses_another_format_itself_and_nothing_is_touched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One whose agent does not say which it takes."""
-    monkeypatch.setattr("engine_agent.life.TAKES_FORMAT", "silent:")
+    monkeypatch.setattr("engine_agent.life.engine_life.TAKES_FORMAT", "silent:")
     plain = replace(FP8_ENGINE, weights_format="plain")
     async with both_sides(tmp_path, eight_bit, {"blocks": FP8_ENGINE, "plain": plain}) as both:
         with pytest.raises(UpdateFailed, match=r"plain ABORTED .FORMAT_MISMATCH: .* in format plain.* in fp8-block"):

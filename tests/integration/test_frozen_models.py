@@ -16,7 +16,7 @@ from controlplane.core.layout import content_digest
 from controlplane.core.versions import FROZEN, Term, WeightVersion
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.memory_engine import MemorySettings, initial_tensors, token_of, weights_of
+from engine_agent.memory.engine import MemorySettings, initial_tensors, token_of, weights_of
 from tests.support.checkpoint_fleet import Person, open_directly, routable, start_engine
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, SHAPES, LocalFleet

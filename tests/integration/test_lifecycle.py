@@ -13,8 +13,8 @@ import pytest
 from controlplane.core.errors import EngineDied
 from controlplane.core.versions import Term, WeightVersion
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.agent import RESTART_WAIT_SECONDS
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.daemon.agent import RESTART_WAIT_SECONDS
+from engine_agent.memory.engine import MemoryEngine
 from tests.support.checkpoint_fleet import (
     EngineProcess,
     Person,

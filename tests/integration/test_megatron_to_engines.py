@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from safetensors.torch import save_file
 
-from engine_agent.agent import run_engine
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
 from tests.support.hf_models import checkpoint, save_random

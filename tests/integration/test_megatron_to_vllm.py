@@ -15,8 +15,8 @@ import pytest
 
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
-from engine_agent.agent import run_engine
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet

@@ -17,7 +17,7 @@ from controlplane.rpc.server import RunningServer, start_server
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
 from engine_agent.members.head import MemberLink, Members
 from engine_agent.members.member import Copy, MemberSettings, run_member
-from engine_agent.members.nodes import FurtherNodes
+from engine_agent.vllm.further_nodes import FurtherNodes
 from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
 from weightplane.local.v1 import member_pb2, member_pb2_grpc

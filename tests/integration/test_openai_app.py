@@ -21,12 +21,12 @@ import pytest
 from controlplane.core import engine_events as events
 from controlplane.core.errors import EngineDied
 from controlplane.core.versions import Term, UpdateId, WeightVersion
-from engine_agent.life import EngineLife, EngineLifeHolder
-from engine_agent.memory_engine import MemorySettings
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
+from engine_agent.memory.engine import MemorySettings
 from engine_agent.openai_door.answers import App
+from engine_agent.openai_door.api_app import api_app
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
-from engine_agent.vllm.api_app import api_app
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.door_app import NativeMemoryEngine
 from tests.support.eventually import eventually

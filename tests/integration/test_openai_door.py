@@ -13,9 +13,9 @@ import openai
 import pytest
 import pytest_asyncio
 
-from engine_agent.agent import run_engine
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.openai_door.settings import OpenAiSettings
-from engine_agent.settings import EngineSettings
 from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
 from tests.support.hf_models import VOCAB, save_random

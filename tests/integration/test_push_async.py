@@ -10,10 +10,10 @@ import pytest
 
 from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent import lifecycle_service
 from engine_agent.engine import InstallReport, StagedWeights
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.memory.engine import MemoryEngine
+from engine_agent.services import lifecycle_service
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN
 from tests.support.obedient import ObedientRanks

@@ -14,7 +14,7 @@ from controlplane.core.versions import EngineId
 from controlplane.rollout.asking import OnLoss
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
-from engine_agent.memory_engine import token_of
+from engine_agent.memory.engine import token_of
 from tests.cases.engines import Hands, lay_hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT, VOCAB_SIZE, tokens_of, truth

@@ -14,8 +14,8 @@ from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent import rollout_service
-from engine_agent.memory_model import expert_of, score_of
+from engine_agent.memory.model import expert_of, score_of
+from engine_agent.services import rollout_service
 from tests.cases.engines import Hands, lay_hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_agent import update_service
 from engine_agent.receivers import Incoming, Receiver, make_receiver
+from engine_agent.services import update_service
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights, local_fleet
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from controlplane.rollout.adapters.slime import generate_rollout
 from controlplane.rollout.sample import SPANS_KEY
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.memory.engine import token_of, weights_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import SHAPES, LocalFleet, Weights, local_fleet
 from tests.support.slime_types import DataSource, Sample, arguments, word_tokenizer

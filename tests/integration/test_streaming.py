@@ -11,7 +11,7 @@ import pytest
 
 from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.memory.engine import token_of, weights_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2

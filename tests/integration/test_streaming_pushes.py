@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.memory.engine import MemoryEngine
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
 from tests.support.toy_rank import Script

@@ -13,8 +13,8 @@ import pytest
 
 from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
 from controlplane.exit_codes import ExitCode
-from engine_agent.agent import run_engine
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from tests.support.ports import free_port
 
 

@@ -43,7 +43,7 @@ async def shared(
     """A fleet whose engine e0 lives on the trainer's device; e1 has its own."""
     device = DeviceMemory(DEVICE_BYTES)
     monkeypatch.setattr(AccountingEngine, "device", device, raising=False)
-    monkeypatch.setattr("engine_agent.building.MemoryEngine", AccountingEngine)
+    monkeypatch.setattr("engine_agent.daemon.building.MemoryEngine", AccountingEngine)
     async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
         memory = {"device_uuids": (cpu_device_uuid(0),), "kv_bytes": KV_BYTES}
         start_engine(fleet, "e0", **memory)

@@ -13,7 +13,7 @@ import pytest
 
 from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.memory.engine import token_of, weights_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Stream, Weights, local_fleet
 from tests.support.ports import free_port

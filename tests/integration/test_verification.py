@@ -13,7 +13,7 @@ import pytest
 
 from controlplane.core.canary import CanaryReference
 from controlplane.rpc.engine_codec import reference_to_proto
-from engine_agent.memory_engine import MemoryEngine, score_of, weights_of
+from engine_agent.memory.engine import MemoryEngine, score_of, weights_of
 from tests.cases.engines import Hands, lay_hands
 from tests.cases.fleet import CaseFleet, case_fleet, refusals
 from tests.support.eventually import eventually

@@ -23,10 +23,10 @@ from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent import progress
 from engine_agent.engine import EngineFacts, StagedWeights
-from engine_agent.life import EngineLife
-from engine_agent.remembered import Memory
+from engine_agent.life import progress
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.remembered import Memory
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from engine_agent.vllm.leftovers import Leftovers
 from tests.support import vllm_agent_process

@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine_agent.life import EngineLifeHolder
+from engine_agent.life.engine_life import EngineLifeHolder
 from engine_agent.openai_door import router as registration
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings

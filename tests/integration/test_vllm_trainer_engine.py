@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine_agent.agent import run_engine
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet

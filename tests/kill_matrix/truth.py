@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from controlplane.core.layout import content_digest
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.memory.engine import token_of, weights_of
 from tests.support.reference import Reference
 from tests.support.tiny_rank import TinyWeights
 from tests.support.toy_rank import tensors_of

@@ -16,9 +16,9 @@ from controlplane import failpoints
 from controlplane.checkpoints import CheckpointManifest, write_checkpoint
 from controlplane.core.versions import ModelName, RunId, Term, WeightVersion
 from controlplane.rpc.codec import version_to_proto
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings, token_of, weights_of
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings, token_of, weights_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, RUN, SHAPES, LocalFleet, Stream, Weights
 from weightplane.v1 import (

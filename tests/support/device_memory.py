@@ -10,7 +10,7 @@ import threading
 from typing import Any, ClassVar
 
 from controlplane.core.errors import EngineDied
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.memory.engine import MemoryEngine
 
 
 class DeviceMemory:

@@ -16,10 +16,10 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.memory.engine import MemoryEngine
 from engine_agent.openai_door.answers import App, Receive, Scope, Send
-from engine_agent.vllm.engine_client import GatedEngineClient
+from engine_agent.openai_door.engine_client import GatedEngineClient
 
 
 class NativeMemoryEngine(MemoryEngine):

@@ -17,11 +17,11 @@ from controlplane.core.errors import EngineDied
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rpc.security import ServerSecurity
 from controlplane.rpc.server import start_server
-from engine_agent.building import members_of, services_of
-from engine_agent.life import EngineLifeHolder
-from engine_agent.members.nodes import FurtherNodes
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.building import members_of, services_of
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.life.engine_life import EngineLifeHolder
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.further_nodes import FurtherNodes
 from tests.support.staging import stage
 
 MARK = "SAID "

@@ -19,9 +19,9 @@ from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.security import PLAIN, TlsSettings
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 from weightplane.v1 import (
     engine_pb2,

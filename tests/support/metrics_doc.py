@@ -11,7 +11,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from controlplane.coordinator import metrics as coordinator
 from controlplane.rpc import metrics as shared
 from controlplane.rpc.lag_histogram import LABELS, LagHistogram
-from engine_agent import metrics as engine
+from engine_agent.daemon import metrics as engine
 from trainer_agent.agent import metrics as trainer
 
 HEAD = """# Metrics

@@ -23,8 +23,8 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Assembly, Sample, Span
-from engine_agent.agent import run_engine
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm.launch import launch
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.eventually import eventually

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from engine_agent.memory_engine import token_of, weights_of
+from engine_agent.memory.engine import token_of, weights_of
 from tests.support.toy_rank import tensors_of
 from trainer_agent.rank.exporter import layout_of
 from trainer_agent.rank.gather import GatherGroups

@@ -15,9 +15,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engine_agent.agent import run_engine
-from engine_agent.memory_engine import MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import SHAPES, Script

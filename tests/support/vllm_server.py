@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from engine_agent.vllm.lineage import agent_identity
+from engine_agent.lineage import agent_identity
 from tests.support.eventually import eventually
 
 START_SECONDS = 180

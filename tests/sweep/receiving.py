@@ -26,10 +26,10 @@ from controlplane.core.layout import DType
 from controlplane.core.plan import Transport
 from controlplane.processes import set_death_signal
 from controlplane.tensor_files import StoredTensor, read_file
-from engine_agent import agent, building
+from engine_agent.daemon import agent, building
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import InstallReport, SegmentSpan, StagedWeights
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
-from engine_agent.settings import EngineSettings
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.vllm.checkpoint import HEAD_NAME
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet

@@ -22,7 +22,7 @@ from controlplane.cli.up.settings import checked
 from controlplane.config import load
 from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.rollout.sample import Sample
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 from tests.support import documents
 from tests.support.documents import PAGES, REPOSITORY, Block, blocks, page_name
 from trainer_agent.agent.settings import TrainerSettings

@@ -27,12 +27,12 @@ from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.remembered import Memory
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
 from engine_agent.receivers.staging import Staging
-from engine_agent.remembered import Memory
 from tests.support.eventually import eventually
 
 LAYOUT = Layout((TensorSpec("w", DType.F32, (4,)),))
@@ -355,7 +355,7 @@ async def test_a_draining_engine_that_is_paused_too_stands_still_and_then_goes_o
 async def test_an_engine_that_dies_while_nobody_asks_it_anything_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.life.progress.PROBE_SECONDS", 0.01)
     life, engine = await serving(tmp_path)
     engine._death = "signal 9"
     assert "signal 9" in await asyncio.wait_for(life.died, 5)
@@ -365,7 +365,7 @@ async def test_an_engine_that_dies_while_nobody_asks_it_anything_is_noticed(
 async def test_inv4_an_engine_that_dies_in_an_install_is_noticed_when_the_install_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.life.progress.PROBE_SECONDS", 0.01)
     life, engine = await serving(tmp_path, install_seconds=0.1)
     commit(life, 2, WeightVersion(2, Term(1)))
     await eventually(lambda: life.core.state.weights == Unset())
@@ -395,8 +395,8 @@ async def test_l4_an_engine_that_does_not_answer_is_not_open_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its processes live: only a round trip through the core tells (INV-10)."""
-    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
-    monkeypatch.setattr("engine_agent.progress.STALL_SECONDS", 0.05)
+    monkeypatch.setattr("engine_agent.life.progress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.life.progress.STALL_SECONDS", 0.05)
     engine, answers = MemoryEngine(MemorySettings(), "e0"), asyncio.Event()
     answers.set()
     monkeypatch.setattr(engine, "probe", answers.wait)
@@ -414,8 +414,8 @@ async def test_l4_an_engine_that_does_not_answer_is_not_open_until_it_does(
 async def test_l4_a_round_trip_that_waits_behind_an_install_is_no_stall(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine_agent.progress.PROBE_SECONDS", 0.01)
-    monkeypatch.setattr("engine_agent.progress.STALL_SECONDS", 0.03)
+    monkeypatch.setattr("engine_agent.life.progress.PROBE_SECONDS", 0.01)
+    monkeypatch.setattr("engine_agent.life.progress.STALL_SECONDS", 0.03)
     engine = MemoryEngine(MemorySettings(), "e0")
     monkeypatch.setattr(engine, "probe", asyncio.Event().wait)
     life = await started(tmp_path, engine)

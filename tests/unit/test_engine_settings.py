@@ -9,10 +9,10 @@ import pytest
 from controlplane.config import ConfigError, load, parse_overrides
 from controlplane.core.errors import EngineDied
 from controlplane.devices import cpu_device_uuid
-from engine_agent.building import new_engine
+from engine_agent.daemon.building import new_engine
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.external.engine import ExternalEngine
 from engine_agent.external.settings import ExternalSettings
-from engine_agent.settings import EngineSettings
 
 
 def settings(*sets: str, file: Path | None = None) -> EngineSettings:

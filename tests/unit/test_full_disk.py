@@ -13,10 +13,10 @@ from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
 from controlplane.core.errors import DevicesTaken, LedgerError, UnsupportedByEngine
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
-from engine_agent import remembered
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
-from engine_agent.remembered import Lent, Memory, Remembered
+from engine_agent.life import remembered
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.remembered import Lent, Memory, Remembered
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from tests.support.full_disk import small_disk
 from tests.unit.test_engine_life import LAYOUT, UPDATE, VERSION, commit
 

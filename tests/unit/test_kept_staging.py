@@ -17,12 +17,12 @@ from controlplane.core.errors import InstallFailed
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.remembered import Memory
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
 from engine_agent.receivers.staging import Spare, Staging
-from engine_agent.remembered import Memory
 
 LAYOUT = Layout((TensorSpec("w", DType.F32, (4,)),))
 OTHER = Layout((TensorSpec("w", DType.F32, (400,)),))

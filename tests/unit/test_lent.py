@@ -11,11 +11,11 @@ from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Residency
 from controlplane.core.errors import EngineNotReady, LedgerError, UnsupportedByEngine
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term
-from engine_agent import building
-from engine_agent.life import EngineLife
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
-from engine_agent.remembered import Lent, Memory
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon import building
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.remembered import Lent, Memory
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 
 TRAINER, PERSON = "trainer:t0", "ann"
 DEVICE = "GPU-0"

@@ -13,7 +13,7 @@ import yaml
 
 from controlplane.config import load_values
 from controlplane.coordinator.daemon import CoordinatorSettings
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 from trainer_agent.agent.settings import TrainerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"

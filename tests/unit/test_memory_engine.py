@@ -23,7 +23,7 @@ from controlplane.core.layout import (
     content_digest,
 )
 from controlplane.core.sampling import SamplingSettings
-from engine_agent.memory_engine import MemoryEngine, MemorySettings, initial_tensors, token_of, weights_of
+from engine_agent.memory.engine import MemoryEngine, MemorySettings, initial_tensors, token_of, weights_of
 from tests.support.staging import stage
 
 SETTINGS = MemorySettings(tensors={"b": (4,), "a": (2, 3)}, kv_bytes=100, seconds_per_token=0.001)

@@ -21,13 +21,13 @@ from controlplane.core.traces import SpanRef
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.security import PLAIN
 from controlplane.rpc.server import PortUnavailable
-from engine_agent.life import EngineLife, EngineLifeHolder
-from engine_agent.memory_engine import MemorySettings
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
+from engine_agent.memory.engine import MemorySettings
 from engine_agent.openai_door.door import Door
+from engine_agent.openai_door.engine_client import GatedEngineClient
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
-from engine_agent.settings import EngineSettings
-from engine_agent.vllm.engine_client import GatedEngineClient
 from tests.support.door_app import NativeMemoryEngine, app_over, client_of
 from tests.support.eventually import eventually
 from tests.support.otlp_collector import kept_spans

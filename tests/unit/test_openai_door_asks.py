@@ -11,7 +11,7 @@ import pytest
 
 from controlplane.core.access import HTTP_POLICY, Role
 from controlplane.rpc.security import HttpGuard, TlsSettings
-from engine_agent.life import EngineLifeHolder
+from engine_agent.life.engine_life import EngineLifeHolder
 from engine_agent.openai_door import door as door_module
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings

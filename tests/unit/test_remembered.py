@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.core.errors import LedgerError
-from engine_agent.remembered import SECTOR_BYTES, Memory, Remembered
+from engine_agent.life.remembered import SECTOR_BYTES, Memory, Remembered
 
 
 def test_what_was_saved_is_there_for_the_next_life(tmp_path: Path) -> None:

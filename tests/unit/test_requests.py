@@ -10,8 +10,8 @@ from controlplane.core.errors import RequestAborted
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from engine_agent.engine import GenerationDelta
-from engine_agent.memory_engine import MemoryEngine, MemorySettings
-from engine_agent.requests import Requests
+from engine_agent.life.requests import Requests
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from tests.support.eventually import eventually
 
 SAMPLING = SamplingSettings(max_tokens=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine_agent.restarts import Restarts
+from engine_agent.daemon.restarts import Restarts
 
 WAITS = (1.0, 30.0)
 

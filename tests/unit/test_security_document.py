@@ -11,7 +11,7 @@ from pathlib import Path
 
 from controlplane.config import load
 from controlplane.rpc.security.tokens import Tokens
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 
 TEXT = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 

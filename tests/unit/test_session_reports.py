@@ -11,7 +11,7 @@ import pytest
 from controlplane.core.engine_state import EngineState, Life, Progress, Stage
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.latest import Latest
-from engine_agent.session import Membership, Session
+from engine_agent.daemon.session import Membership, Session
 
 
 def state(stage: Stage | None) -> EngineState:

@@ -56,7 +56,7 @@ def exported(*records: SpanRecord) -> list[ReadableSpan]:
 
 def test_a_daemon_and_a_client_without_tracing_import_nothing_of_opentelemetry() -> None:
     program = (
-        "import sys, controlplane.coordinator.daemon, engine_agent.agent, trainer_agent.agent.daemon,"
+        "import sys, controlplane.coordinator.daemon, engine_agent.daemon.agent, trainer_agent.agent.daemon,"
         " controlplane.rollout.client;"
         "print([m for m in sys.modules if m.startswith('opentelemetry')])"
     )

@@ -13,9 +13,9 @@ import pytest
 
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.processes import start_time
+from engine_agent.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.environment import KEPT_HEAP, engine_environment
-from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from engine_agent.vllm.settings import OWN_ARGUMENTS, VllmSettings, engine_arguments
 
 SETTINGS = VllmSettings(Path("/models/m"))

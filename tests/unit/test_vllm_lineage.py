@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from controlplane.processes import start_time
-from engine_agent.vllm.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
+from engine_agent.lineage import AGENT_PID_VARIABLE, AGENT_START_VARIABLE
 from tests.support.eventually import eventually_blocking
 
-CHILD = "import time; from engine_agent.vllm.lineage import watch_agent; watch_agent(); print('up', flush=True); "
+CHILD = "import time; from engine_agent.lineage import watch_agent; watch_agent(); print('up', flush=True); "
 WAIT = "time.sleep(60)"
 
 

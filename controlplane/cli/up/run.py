@@ -27,7 +27,7 @@ from controlplane.cli.up.settings import CheckedFleet
 from controlplane.exit_codes import ExitCode
 from controlplane.fleet_file import COORDINATOR, placed
 from controlplane.rpc.addresses import is_loopback, split_address
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 
 COORDINATOR_SECONDS = 30.0
 """For its address to be bound."""

@@ -20,7 +20,7 @@ from controlplane.fleet_file import (
     read_fleet_file,
     trainers_of,
 )
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm.environment import gpu_present
 from trainer_agent.agent.settings import TrainerSettings
 

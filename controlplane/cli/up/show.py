@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from controlplane.cli.up.settings import CheckedFleet, CheckedTrainer
-from engine_agent.settings import EngineSettings
+from engine_agent.daemon.settings import EngineSettings
 
 
 def show(plan: CheckedFleet, *, as_json: bool) -> None:

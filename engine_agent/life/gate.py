@@ -17,7 +17,7 @@ from controlplane.core.errors import EngineDied
 from controlplane.core.versions import WeightVersion
 
 if TYPE_CHECKING:
-    from engine_agent.life import EngineLife
+    from engine_agent.life.engine_life import EngineLife
 
 
 class Gate:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from controlplane.core.errors import EngineDied
-from engine_agent.life import EngineLife
+from engine_agent.life.engine_life import EngineLife
 from engine_agent.openai_door.answers import App
 from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.vllm.engine import VllmEngine
@@ -19,7 +19,7 @@ async def api_app(life: EngineLife, engine: VllmEngine, settings: OpenAiSettings
     from vllm.entrypoints.launchers.api_server.app_state import init_app_state
     from vllm.entrypoints.launchers.app import build_app
 
-    from engine_agent.vllm.engine_client import GatedEngineClient
+    from engine_agent.openai_door.engine_client import GatedEngineClient
 
     client = GatedEngineClient(life, engine)
     try:

@@ -28,14 +28,14 @@ from controlplane.rpc.security import ServerSecurity
 from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor, Turns
 from controlplane.tracing import sending_spans
-from engine_agent.building import door_of, first_life, members_of, membership_of, new_life, services_of
-from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.daemon.building import door_of, first_life, members_of, membership_of, new_life, services_of
+from engine_agent.daemon.metrics import AgentMetrics
+from engine_agent.daemon.restarts import Restarts
+from engine_agent.daemon.session import Session
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
+from engine_agent.life.remembered import Memory
 from engine_agent.members.head import Members
-from engine_agent.metrics import AgentMetrics
-from engine_agent.remembered import Memory
-from engine_agent.restarts import Restarts
-from engine_agent.session import Session
-from engine_agent.settings import EngineSettings
 
 if TYPE_CHECKING:
     from engine_agent.openai_door.running import RunningDoor

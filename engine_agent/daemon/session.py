@@ -36,8 +36,8 @@ from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.security.diagnosis import explained
-from engine_agent.life import EngineLife
-from engine_agent.lifecycle_service import status_of
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.services.lifecycle_service import status_of
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, version_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)

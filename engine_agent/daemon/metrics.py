@@ -9,7 +9,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from controlplane.core.engine_state import WeightsKind
-from engine_agent.life import EngineLifeHolder
+from engine_agent.life.engine_life import EngineLifeHolder
 
 FAMILIES = {
     "agent_applied_number": "Number of the version that this engine holds; -1 is unset.",

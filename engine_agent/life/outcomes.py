@@ -6,7 +6,7 @@ import asyncio
 
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.versions import UpdateId
-from engine_agent.installing import Applied
+from engine_agent.life.installing import Applied
 
 MAX_OUTCOMES = 16
 """Ended updates whose canary and counts are kept for a writer that comes back."""

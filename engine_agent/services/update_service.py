@@ -32,11 +32,9 @@ from controlplane.rpc.bulk import decoded
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from controlplane.rpc.metrics import RECEIVED_BYTES, transport_label
 from controlplane.rpc.security import caller
-from engine_agent import spans
-from engine_agent import update_frames as frames
 from engine_agent.engine import StagedWeights
-from engine_agent.entry import check_ids
-from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.life import spans
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
 from engine_agent.receivers import (
     DEFAULT_TRANSPORTS,
     PART_TRANSPORTS,
@@ -50,9 +48,11 @@ from engine_agent.receivers import (
     transports_of,
 )
 from engine_agent.receivers.links import ReceiverLink
-from engine_agent.streamed_parts import StreamedParts
+from engine_agent.services import update_frames as frames
+from engine_agent.services.entry import check_ids
+from engine_agent.services.streamed_parts import StreamedParts
+from engine_agent.services.update_reader import FrameReader, Frames, untimely
 from engine_agent.threads import in_thread
-from engine_agent.update_reader import FrameReader, Frames, untimely
 from weightplane.v1 import weight_update_pb2, weight_update_pb2_grpc
 
 log = structlog.get_logger(__name__)

@@ -20,8 +20,8 @@ from controlplane.core.versions import DeviceTurn, Term
 from controlplane.rpc.codec import pause_from_proto, stacks_to_proto
 from controlplane.rpc.engine_codec import conditions_to_proto, refusal_to_proto, state_to_proto
 from controlplane.rpc.security import caller
-from engine_agent import commands
-from engine_agent.life import EngineLife, EngineLifeHolder
+from engine_agent.life import commands
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
 log = structlog.get_logger(__name__)

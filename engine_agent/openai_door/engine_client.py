@@ -25,12 +25,12 @@ from controlplane.core.engine_state import Poisoned
 from controlplane.core.pins import ANY
 from controlplane.core.versions import EngineId
 from engine_agent.engine import GenerationDelta
-from engine_agent.entry import check_ids, enter
-from engine_agent.life import EngineLife
-from engine_agent.merging import merged
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.requests import Parts
 from engine_agent.openai_door.answers import status_of
 from engine_agent.openai_door.visit import MAX_CHOICES, Visit, current
-from engine_agent.requests import Parts
+from engine_agent.services.entry import check_ids, enter
+from engine_agent.services.merging import merged
 from engine_agent.vllm.engine import VllmEngine
 
 HANDED_ON = frozenset(

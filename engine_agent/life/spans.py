@@ -16,7 +16,7 @@ from controlplane.core.traces import SEND, SpanRecord, SpanRef, Value, update_sp
 from controlplane.rpc.codec import version_from_proto
 from controlplane.rpc.metrics import transport_label
 from controlplane.tracing import CallTrace, Phases
-from engine_agent.requests import Part
+from engine_agent.life.requests import Part
 from weightplane.v1 import weight_update_pb2
 
 

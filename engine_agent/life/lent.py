@@ -15,7 +15,7 @@ from controlplane.core.engine_events import Event, HoldChanged
 from controlplane.core.engine_state import Hold, HoldKind, Life, Residency
 from controlplane.core.names import TRAINERS
 from controlplane.core.versions import Term
-from engine_agent.remembered import Lent, Memory
+from engine_agent.life.remembered import Lent, Memory
 
 
 class LentDevices:

@@ -36,18 +36,18 @@ from controlplane.rpc.latest import Latest
 from controlplane.rpc.metrics import INSTALLS, PAUSE_PARTS, PAUSE_SECONDS, TOKEN_LAG
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.engine import Engine, EngineFacts
-from engine_agent.gate import Gate
-from engine_agent.installing import Applied, Install, prove_at_last
-from engine_agent.kept_base import BaseKeeper
 from engine_agent.kept_maps import KeptMaps
-from engine_agent.lent import LentDevices
-from engine_agent.outcomes import Outcomes
-from engine_agent.progress import Progress
+from engine_agent.life.gate import Gate
+from engine_agent.life.installing import Applied, Install, prove_at_last
+from engine_agent.life.kept_base import BaseKeeper
+from engine_agent.life.lent import LentDevices
+from engine_agent.life.outcomes import Outcomes
+from engine_agent.life.progress import Progress
+from engine_agent.life.remembered import Memory, Remembered
+from engine_agent.life.requests import Requests
+from engine_agent.life.streaming import StreamingInstall
 from engine_agent.receivers import Receiver, Spare
 from engine_agent.receivers.links import EngineLinks
-from engine_agent.remembered import Memory, Remembered
-from engine_agent.requests import Requests
-from engine_agent.streaming import StreamingInstall
 
 log = structlog.get_logger(__name__)
 

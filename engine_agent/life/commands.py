@@ -18,7 +18,7 @@ from controlplane.core.engine_state import Hold, HoldKind, Life, Residency
 from controlplane.core.errors import DeadlineExceeded, EngineAsleep, EngineNotReady
 from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.rpc.tasks import to_the_end
-from engine_agent.life import EngineLife
+from engine_agent.life.engine_life import EngineLife
 
 NAMES_SHOWN = 10
 log = structlog.get_logger(__name__)

@@ -17,10 +17,10 @@ from controlplane import failpoints
 from controlplane.core import engine_events as events
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut, WeightplaneError
 from engine_agent.engine import InstallReport, StagedPart
-from engine_agent.installing import Install
+from engine_agent.life.installing import Install
 
 if TYPE_CHECKING:
-    from engine_agent.life import EngineLife
+    from engine_agent.life.engine_life import EngineLife
     from engine_agent.receivers import Receiver
 
 _Part = tuple[StagedPart, asyncio.Future[None]]

@@ -17,18 +17,18 @@ from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.rpc.security import HttpGuard, http_tls
+from engine_agent.daemon.session import Membership
+from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import Engine
-from engine_agent.life import EngineLife, EngineLifeHolder
-from engine_agent.lifecycle_service import LifecycleService
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
+from engine_agent.life.remembered import Memory
 from engine_agent.members.head import Members
-from engine_agent.members.nodes import FurtherNodes
-from engine_agent.memory_engine import MemoryEngine
+from engine_agent.memory.engine import MemoryEngine
 from engine_agent.receivers import transports_of
-from engine_agent.remembered import Memory
-from engine_agent.rollout_service import RolloutService
-from engine_agent.session import Membership
-from engine_agent.settings import EngineSettings
-from engine_agent.update_service import WeightUpdateService, add_weight_update
+from engine_agent.services.lifecycle_service import LifecycleService
+from engine_agent.services.rollout_service import RolloutService
+from engine_agent.services.update_service import WeightUpdateService, add_weight_update
+from engine_agent.vllm.further_nodes import FurtherNodes
 from weightplane.local.v1 import member_pb2, member_pb2_grpc
 from weightplane.v1 import (
     lifecycle_pb2,
@@ -51,7 +51,7 @@ def door_of(holder: EngineLifeHolder, settings: EngineSettings) -> RunningDoor |
     from engine_agent.openai_door.running import RunningDoor  # an agent without a door needs no HTTP libraries
 
     async def build(life: EngineLife) -> App:
-        from engine_agent.vllm.api_app import api_app
+        from engine_agent.openai_door.api_app import api_app
         from engine_agent.vllm.engine import VllmEngine
 
         assert isinstance(life.engine, VllmEngine)  # the settings refuse the door of any other

@@ -18,7 +18,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import seconds_from_proto
 from engine_agent.engine import EngineFacts
-from engine_agent.life import EngineLife
+from engine_agent.life.engine_life import EngineLife
 
 DEFAULT_WAIT_SECONDS = 30.0
 MAX_WAITING = 1024

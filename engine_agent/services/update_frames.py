@@ -13,7 +13,7 @@ from controlplane.core.pauses import PausePolicy
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.codec import pause_from_proto, version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import canary_to_proto, reference_from_proto, timings_to_proto
-from engine_agent.installing import Applied
+from engine_agent.life.installing import Applied
 from engine_agent.receivers import Buffer
 from engine_agent.receivers.links import LinkPlace
 from weightplane.v1 import layout_pb2, weight_update_pb2

@@ -14,8 +14,8 @@ from controlplane.core.assembly import Record
 from engine_agent.receivers import PartReceiver
 
 if TYPE_CHECKING:
-    from engine_agent.life import EngineLife
-    from engine_agent.streaming import StreamingInstall
+    from engine_agent.life.engine_life import EngineLife
+    from engine_agent.life.streaming import StreamingInstall
 
 
 class StreamedParts:

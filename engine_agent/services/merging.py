@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 
-from engine_agent.requests import Part, Parts
+from engine_agent.life.requests import Part, Parts
 
 
 async def merged(runs: Sequence[Parts]) -> AsyncGenerator[tuple[int, Part], None]:

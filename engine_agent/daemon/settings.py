@@ -11,7 +11,7 @@ from controlplane.core.rates import DEFAULT_RATES, RateSettings
 from controlplane.rpc.security import PLAIN, TlsSettings, check_listen
 from controlplane.tracing import BY_ENVIRONMENT, TracingSettings
 from engine_agent.external.settings import ExternalSettings
-from engine_agent.memory_model import MemorySettings
+from engine_agent.memory.model import MemorySettings
 from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.receivers import DEFAULT_TRANSPORTS, TRANSPORTS
 from engine_agent.vllm.settings import VllmSettings

@@ -46,7 +46,7 @@ from engine_agent.engine import (
     StagedPart,
     StagedWeights,
 )
-from engine_agent.memory_model import (
+from engine_agent.memory.model import (
     MemorySettings,
     digest_of,
     expected_of,

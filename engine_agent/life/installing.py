@@ -22,11 +22,11 @@ from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
 from controlplane.core.pauses import PauseMode
 from controlplane.tracing import Phases
 from engine_agent.engine import InstallReport
+from engine_agent.life.spans import trace_install
 from engine_agent.receivers import Receiver
-from engine_agent.spans import trace_install
 
 if TYPE_CHECKING:
-    from engine_agent.life import EngineLife
+    from engine_agent.life.engine_life import EngineLife
 
 
 log = structlog.get_logger(__name__)

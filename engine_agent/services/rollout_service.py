@@ -14,11 +14,11 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.rpc.codec import pin_from_proto, routed_to_proto, sampling_from_proto, version_to_proto
 from controlplane.tracing import CallTrace, incoming, trace_asked, trace_call
 from engine_agent.engine import GenerationDelta
-from engine_agent.entry import check_identity, check_request, check_scored, enter, wait_of
-from engine_agent.life import EngineLifeHolder
-from engine_agent.merging import merged
-from engine_agent.requests import VERSION_CHANGED, Part, Parts, Span
-from engine_agent.spans import trace_part
+from engine_agent.life.engine_life import EngineLifeHolder
+from engine_agent.life.requests import VERSION_CHANGED, Part, Parts, Span
+from engine_agent.life.spans import trace_part
+from engine_agent.services.entry import check_identity, check_request, check_scored, enter, wait_of
+from engine_agent.services.merging import merged
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 ROUTED_PART_BYTES = 1 << 20
