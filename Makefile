@@ -93,6 +93,8 @@ check-protos:
 	$(BIN)/buf lint
 	$(BIN)/buf format -d --exit-code
 	$(BIN)/python protos/generate.py --check
+	@tag=$$(git describe --tags --abbrev=0 --match 'v*' 2>/dev/null) || exit 0; \
+	  echo "$(BIN)/buf breaking --against $$tag"; $(BIN)/buf breaking --against ".git#tag=$$tag"
 
 check-imports:
 	$(BIN)/lint-imports
