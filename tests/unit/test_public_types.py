@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, assert_type
 import weightplane
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import AsyncGenerator, Sequence
 
-    from controlplane.rollout.sample import Sample
+    from controlplane.rollout.sample import Delta, Sample, Scores
     from controlplane.rollout.staleness import Admitted
+    from trainer_agent.rank.pending import PendingPush
+    from trainer_agent.rank.report import PushReport
     from trainer_agent.source import WeightSource
     from weightplane import (
         BlockingRolloutClient,
@@ -27,10 +29,10 @@ if TYPE_CHECKING:
 
 
 def a_trainer(rank: TrainerRank, step: int) -> None:
-    assert_type(rank.push(step), "PushReport")
-    assert_type(rank.push_async(step), "PendingPush")
-    assert_type(rank.push_async(step).applied(), "PushReport")
-    assert_type(rank.give_devices(), "dict[str, str]")
+    assert_type(rank.push(step), PushReport)
+    assert_type(rank.push_async(step), PendingPush)
+    assert_type(rank.push_async(step).applied(), PushReport)
+    assert_type(rank.give_devices(), dict[str, str])
 
 
 def sources(
@@ -40,9 +42,9 @@ def sources(
 
 
 async def rollouts(client: RolloutClient, prompt: Sequence[int], sampling: SamplingSettings) -> None:
-    assert_type(await client.generate(prompt, sampling), "Sample")
-    assert_type(client.stream(prompt, sampling), "AsyncGenerator[Delta]")
-    assert_type(await client.score(prompt), "Scores")
+    assert_type(await client.generate(prompt, sampling), Sample)
+    assert_type(client.stream(prompt, sampling), AsyncGenerator[Delta])
+    assert_type(await client.score(prompt), Scores)
 
 
 def blocking(client: BlockingRolloutClient, prompt: Sequence[int], sampling: SamplingSettings) -> Sample:
