@@ -261,7 +261,7 @@ def a_late_sleep_of_a_trainers_dead_life_moves_no_engine(world: World) -> None:
     owner, before = trainer_owner(mine.name), mine.term
     mine.crash()
     world.run_until(lambda: mine.term > before and not mine.devices.busy, 20.0, "its next life gives them back")
-    world.run_until(lambda: agent.present.open, 10.0, "its engines serve")
+    world.run_until(lambda: _sleeping(world) == 0, 10.0, "its engines are awake")
     one = agent.present
     late = DeviceTurn(before, 99)
     refuses(world, e.StaleTerm, lambda: one.work.sleep(ee.SleepRequested(owner, 1, late), nothing))
@@ -271,7 +271,7 @@ def a_late_sleep_of_a_trainers_dead_life_moves_no_engine(world: World) -> None:
     refuses(world, e.StaleTurn, lambda: one.work.wake(ee.WakeRequested(owner, True, past), nothing))
     expect(world, _sleeping(world) == len(team(world).shared), "the devices are the trainer's")
     mine.devices.give(nothing)
-    world.run_until(lambda: one.open, 10.0, "its engines serve")
+    world.run_until(lambda: _sleeping(world) == 0 and not mine.devices.busy, 10.0, "its engines are awake")
     refuses(world, e.StaleTurn, lambda: one.work.sleep(ee.SleepRequested(owner, 2, past), nothing))
     go_on(world)
     world.settle()
