@@ -197,6 +197,15 @@ class Hub:
             self._lags.show(view)
             return view
 
+    async def watch_fleet(self) -> AsyncIterator[operator_pb2.FleetView]:
+        """From the fleet as it is now."""
+        async with self._lock:
+            if self._seen.is_set() and not self.failed.done():
+                self._seen.clear()
+                self._publish_view()
+        async for view in self.view.watch():
+            yield view
+
     async def preview(self, run_id: str, model: str, transport: Transport | None, fate: LinkFate | None) -> Preview:
         """What an update would do if it began now. Between two events, like all that is told."""
         self.check_run(run_id)

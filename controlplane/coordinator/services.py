@@ -204,7 +204,7 @@ class OperatorService(operator_pb2_grpc.OperatorServicer):
         self, request: operator_pb2.WatchFleetRequest, context: Any
     ) -> AsyncIterator[operator_pb2.WatchFleetResponse]:
         self._hub.check_run(request.run_id)
-        async for view in self._hub.view.watch():
+        async for view in self._hub.watch_fleet():
             yield operator_pb2.WatchFleetResponse(fleet=view)
 
     async def GetStacks(self, request: operator_pb2.GetStacksRequest, context: Any) -> operator_pb2.GetStacksResponse:

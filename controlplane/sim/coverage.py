@@ -32,6 +32,7 @@ NOT_HERE = {
         ("UNAUTHENTICATED", "PERMISSION_DENIED", "IDENTITY_MISMATCH", "TLS_FAILED"),
         "said at ports, of certificates and tokens, which are not modelled",
     ),
+    "RATE_LIMITED": "said at ports, of how often one caller calls, which is not modelled",
     "CHECK_FAILED": "raised at the caller of `push(check=True)`, which asks engines by itself",
     "UPDATE_FAILED": "raised at the caller of `push()`, from a decision that is counted as a phase",
 }

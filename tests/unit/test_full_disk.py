@@ -68,7 +68,7 @@ def _full_disk(directory: Path) -> Iterator[Rig]:
 @contextmanager
 def _what_is_in_the_way(directory: Path) -> Iterator[Rig]:
     """Where nobody may mount: the scratch files of both cannot be opened."""
-    scratch = [directory / name for name in ("e0.tmp", "e0.lent.tmp")]
+    scratch = [directory / name for name in ("e0.tmp", "e0.number.tmp", "e0.lent.tmp")]
 
     def fill() -> None:
         for path in scratch:
