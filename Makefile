@@ -7,7 +7,7 @@ PYTHON ?= python3.11
 REASONS := .pytest_cache/reasons.json
 TEST_PURE = $(BIN)/python -m pytest -n 2 --dist worksteal --reasons $(REASONS) -m "pure and not slow" \
   tests/unit tests/contract tests/sim tests/cases
-TEST_REST = $(BIN)/python -m pytest --reasons $(REASONS) -m "not pure and not slow and not deploy"
+TEST_REST = $(BIN)/python -m pytest --reasons $(REASONS) -m "not pure and not slow and not deploy" tests
 # What is installed. On a GPU machine: make setup EXTRAS=engine,trainer,demo,dev
 EXTRAS ?= engine-cpu,trainer,demo,dev
 # Further words for the demo: make demo DEMO="--model tiny --steps 5"
