@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine_agent.receivers import Incoming, Receiver, make_receiver
-from engine_agent.services import update_service
+from engine_agent.services import update_attempt
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights, local_fleet
 
@@ -37,7 +37,7 @@ async def test_an_agent_answers_while_room_is_made_and_gives_room_back_whose_str
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowly = Slowly()
-    monkeypatch.setattr(update_service, "make_receiver", slowly)
+    monkeypatch.setattr(update_attempt, "make_receiver", slowly)
     async with local_fleet(tmp_path, engines=1) as fleet:
         stream = fleet.stream(await fleet.begin(), "e0")
         if (await stream.open()).layout_needed:
@@ -54,7 +54,7 @@ async def test_chunks_that_come_before_the_room_is_made_are_placed_in_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowly = Slowly()
-    monkeypatch.setattr(update_service, "make_receiver", slowly)
+    monkeypatch.setattr(update_attempt, "make_receiver", slowly)
     async with local_fleet(tmp_path, engines=1) as fleet:
         begun, weights = await fleet.begin(), Weights()
         stream = fleet.stream(begun, "e0")
