@@ -108,10 +108,12 @@ class Crew:
         if not child.ended and not self.hurry:
             _signal(child.process.pid, signal.SIGTERM)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._ended_or_hurry(child), STOP_SECONDS)
+                async with asyncio.timeout(STOP_SECONDS):
+                    await self._ended_or_hurry(child)
         await self._kill(pid for pid in marked(self._mark) if _group(pid) == child.process.pid)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(child.process.wait(), KILL_SECONDS)
+            async with asyncio.timeout(KILL_SECONDS):
+                await child.process.wait()
 
     async def stop_all(self) -> None:
         """End every process, those that were started together at once, the last ones first; and what they left."""
@@ -135,7 +137,8 @@ class Crew:
     async def _ended_or_hurry(self, child: Child) -> None:
         while not child.ended and not self.hurry:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(child.process.wait(), 0.2)
+                async with asyncio.timeout(0.2):
+                    await child.process.wait()
 
     def _tails(self) -> str:
         return "".join(_tail(child) for child in self._children)

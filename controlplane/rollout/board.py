@@ -53,14 +53,16 @@ class RouteBoard:
     async def change(self, timeout: float) -> bool:
         """Whether the routes changed within `timeout` seconds."""
         try:
-            return await asyncio.wait_for(self._changed.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                return await self._changed.wait()
         except TimeoutError:
             return False
 
     async def room(self, timeout: float) -> None:
         """Wait until a request of this process ended, or the routes changed; at most `timeout` seconds."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._room.wait(), timeout)
+            async with asyncio.timeout(timeout):
+                await self._room.wait()
 
     def _ended(self) -> None:
         """A request did: there is room for another."""

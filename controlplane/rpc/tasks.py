@@ -14,15 +14,16 @@ async def to_the_end(work: Coroutine[Any, Any, T]) -> T:
 
     Unlike `asyncio.shield` it never returns while the work still runs.
     """
-    task = asyncio.create_task(work)
+    task, caller = asyncio.create_task(work), asyncio.current_task()
+    assert caller is not None
+    asked_before = caller.cancelling()
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
             await asyncio.shield(task)
         except asyncio.CancelledError as error:
-            if task.done():
-                break
-            cancelled = error
+            if caller.cancelling() > asked_before:  # else the work's own
+                cancelled = error
     if cancelled is not None:
         task.exception()  # seen here: the caller will not ask
         raise cancelled

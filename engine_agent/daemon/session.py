@@ -127,7 +127,8 @@ class Session:
         self._goodbye = reason
         self._life.state.set(self._life.core.state)  # wakes the writer of frames
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._left.wait(), limit_seconds)
+            async with asyncio.timeout(limit_seconds):
+                await self._left.wait()
 
     async def tell(self, limit_seconds: float = 1.0) -> None:
         """Return once the state as it is now was sent: before a life ends its last words are told (INV-8)."""

@@ -195,7 +195,8 @@ class _Life:
         self._watching.cancel()
         cores.terminate()
         try:
-            await asyncio.wait_for(cores.wait(), END_SECONDS)
+            async with asyncio.timeout(END_SECONDS):
+                await cores.wait()
         except TimeoutError:
             cores.kill()
             await cores.wait()

@@ -96,7 +96,8 @@ async def _abandon(
     request: fleet_pb2.AbortUpdateRequest,
 ) -> None:
     try:
-        request.update_id = (await asyncio.wait_for(begin, RPC_SECONDS)).update_id
+        async with asyncio.timeout(RPC_SECONDS):
+            request.update_id = (await begin).update_id
         await abort_update(fleet, request)
     except (TimeoutError, WeightplaneError):
         # It was refused, or lapses at the coordinator by its own limit.

@@ -70,12 +70,14 @@ class Launcher:
         below = lives(self._process.pid)
         self._process.send_signal(signal.SIGTERM)
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._process.wait(), self._stop_seconds)
+            async with asyncio.timeout(self._stop_seconds):
+                await self._process.wait()
         below |= lives(self._process.pid)
         if self._process.returncode is None:
             log.warning("ranks_killed", after_seconds=self._stop_seconds)
             self._process.kill()
-            await asyncio.wait_for(self._process.wait(), KILL_SECONDS)
+            async with asyncio.timeout(KILL_SECONDS):
+                await self._process.wait()
         for pid, started in below.items():
             with suppress(ProcessLookupError):
                 if start_time(pid) == started:

@@ -46,7 +46,8 @@ class FleetWatch:
     async def reaches(self, number: int) -> None:
         """Returns when every known engine holds version `number` or a later one, or after a moment."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.until(lambda view: _holds(view, number)), CATCH_UP_SECONDS)
+            async with asyncio.timeout(CATCH_UP_SECONDS):
+                await self.until(lambda view: _holds(view, number))
 
     def _take(self, view: operator_pb2.FleetView) -> None:
         self.view = view

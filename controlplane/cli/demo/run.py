@@ -182,7 +182,8 @@ async def _follow_training(
         if await waiting != 0:
             raise died(trainer)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(reading, SETTLE_SECONDS)
+            async with asyncio.timeout(SETTLE_SECONDS):
+                await reading
     await crew.stop(trainer)
 
 

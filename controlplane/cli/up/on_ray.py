@@ -109,7 +109,8 @@ class RayCluster:
         await self._wait_for_room(process, room)
         held = self._held[process.name] = _Held(process, self._actor(room))
         try:
-            begun = await asyncio.wait_for(self._begin(held, room), DEVICES_SECONDS + ANSWER_SECONDS)
+            async with asyncio.timeout(DEVICES_SECONDS + ANSWER_SECONDS):
+                begun = await self._begin(held, room)
             started(f"pid {begun.pid} at {begun.address} on node {begun.node[:NODE_DIGITS]}")
             code, lines = await _answer(held.actor.wait.remote())
             outcome = Ended(code, how_it_ended(process.name, code, lines))
@@ -184,7 +185,8 @@ class RayCluster:
 
     async def _stop(self, held: _Held, seconds: float) -> None:
         with contextlib.suppress(self.ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(_answer(held.actor.stop.remote(seconds)), seconds + ANSWER_SECONDS)
+            async with asyncio.timeout(seconds + ANSWER_SECONDS):
+                await _answer(held.actor.stop.remote(seconds))
         self._kill(held)
 
 
