@@ -73,6 +73,9 @@ JOINS = "tests/integration/test_joins_and_drains.py"
 ELSEWHERE = (
     Elsewhere(r"make (setup|test|check)", "every developer, and whatever tests this repository"),
     Elsewhere(r"make demo", "tests/e2e/test_demo_tiny.py"),
+    Elsewhere(r"make bench(-quick)?", "bench/, whose run is its own test: a row that fails is shown as failed"),
+    Elsewhere(r"pip install weightplane\[ray\]", "who runs tests/integration/test_up_ray.py"),
+    Elsewhere(r"weightplane up --ray", "tests/integration/test_up_ray.py"),
     Elsewhere(r"(export|mkdir|cd|cp) ", "the shell"),
     Elsewhere(r"kill -9 ", "tests/integration/test_up.py"),
     Elsewhere(r"weightplane coordinator --listen", "tests/unit/test_cli.py"),
