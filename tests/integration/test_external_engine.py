@@ -32,6 +32,7 @@ from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.external.engine import ExternalEngine, ExternalSettings
 from engine_agent.external.ipc import TensorHandle
+from engine_agent.vllm.canary import DECODED_TOKENS, PROMPT_TOKENS
 from tests.support.eventually import eventually
 from tests.support.ports import free_port
 from tests.support.recording_server import RecordingServer, good_config, recording_server
@@ -411,13 +412,13 @@ async def test_a_canary_whose_numbers_vllm_replaced_is_silent(
         (name,) = server.streams
         prompt = server.posted("/inference/v1/generate")[-1]["token_ids"]
         scored = [None, *({str(t): {"logprob": -1.0}} for t in prompt[1:])]
-        entries = [{"logprob": -1.0}] * 3 + [{"logprob": floor}]
-        choice = {"token_ids": [1, 2, 3, 4], "logprobs": {"content": entries}}
+        entries = [{"logprob": -1.0}] * (DECODED_TOKENS - 1) + [{"logprob": floor}]
+        choice = {"token_ids": list(range(DECODED_TOKENS)), "logprobs": {"content": entries}}
         server.out.pop(name)
         server.streams[name].put_nowait({"choices": [choice], "prompt_logprobs": scored})
 
     answering = asyncio.create_task(answer())
-    with pytest.raises(CanaryFailed, match="1 of 19 logprobs are not finite"):
+    with pytest.raises(CanaryFailed, match=f"1 of {PROMPT_TOKENS - 1 + DECODED_TOKENS} logprobs are not finite"):
         await engine.canary()
     await answering
     assert server.paused

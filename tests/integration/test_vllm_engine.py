@@ -17,6 +17,7 @@ from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, In
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import EngineFacts, LiveRequests, StagedWeights
+from engine_agent.vllm.canary import DECODED_TOKENS, PROMPT_TOKENS
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from engine_agent.vllm.install import MIXTURE
 from tests.support.reference import Reference
@@ -343,8 +344,8 @@ async def test_the_canary_goes_before_kept_requests_that_fill_the_batch(rig: Rig
     queued = [asyncio.create_task(generate(rig.engine, 8)) for _ in range(8)]
     await rig.engine.quiesce()
     report = await rig.engine.canary()
-    assert len(report.tokens) == 4
-    assert len(report.prompt_logprobs) == 15
+    assert len(report.tokens) == DECODED_TOKENS
+    assert len(report.prompt_logprobs) == PROMPT_TOKENS - 1
     assert not any(t.done() for t in tasks.values()), "the canary waited for a place"
     await rig.engine.resume()
     await asyncio.gather(*tasks.values(), *queued)
