@@ -24,6 +24,8 @@ log = structlog.get_logger(__name__)
 
 LOOK_SECONDS = 8.0
 """For all processes together; what is not answered by then is said to be so."""
+SAID_SECONDS = 1.0
+"""More, for the call that was not answered to say it."""
 MAX_TEXT_LENGTH = 256 * 1024
 """Of all stacks together, on their way to a rank."""
 REPORT_SECONDS = 5.0
@@ -100,7 +102,7 @@ async def look(waited: Waited, ranks: RankSet, stubs: Stubs, run_id: str) -> lis
     pids = {f"rank {r}": ranks.members[r].pid for r in sorted(waited.ranks) if r in ranks.members}
     looks = [asyncio.create_task(stacks.dump(pids))]
     looks += [asyncio.create_task(_of_engine(stubs, run_id, a)) for a in waited.engines[: stacks.MAX_PROCESSES]]
-    done, late = await asyncio.wait(looks, timeout=LOOK_SECONDS)
+    done, late = await asyncio.wait(looks, timeout=LOOK_SECONDS + SAID_SECONDS)
     for task in late:
         task.cancel()
     found = [s for task in looks if task in done for s in task.result()]
