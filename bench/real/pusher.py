@@ -8,50 +8,24 @@ Each line on standard input is a push, of the other version; the answer is a lin
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 import time
-from types import TracebackType
 
-from bench.real.fleet import END_SECONDS, ENVIRONMENT, RUN, quiet
+from bench.real.asked import Asked
+from bench.real.fleet import RUN, quiet
 from bench.real.weights import Turning, model_directory, two_versions
 from trainer_agent.rank import TrainerRank
 
 
-class Pusher:
+class Pusher(Asked):
     """The process. `push` is its own clock's."""
 
     def __init__(self, address: str, run: str = RUN) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.real.pusher", address, run],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ENVIRONMENT},
-        )
+        super().__init__("bench.real.pusher", address, run)
 
     def push(self) -> float:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print("push", file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("the rank that pushes ended")
-        return float(line)
-
-    def __enter__(self) -> Pusher:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(END_SECONDS)
-        finally:
-            self._process.kill()
-            self._process.wait()
+        """Seconds."""
+        return float(self.ask("push"))
 
 
 def main() -> None:

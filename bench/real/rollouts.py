@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
-import subprocess
 import sys
-from types import TracebackType
 
-from bench.real.fleet import END_SECONDS, ENVIRONMENT, RUN
+from bench.real.asked import Asked
+from bench.real.fleet import RUN
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 
@@ -24,41 +22,15 @@ FIRST_TOKEN = 1000
 """Prompts are token ids from here on: any will do, and no two are the same."""
 
 
-class Rollouts:
+class Rollouts(Asked):
     """The process."""
 
     def __init__(self, address: str, concurrent: int) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "bench.real.rollouts", address, str(concurrent)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **ENVIRONMENT},
-        )
+        super().__init__("bench.real.rollouts", address, str(concurrent))
 
     def tokens(self) -> int:
         """Made so far."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print("tokens", file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("the rollouts ended")
-        return int(line)
-
-    def __enter__(self) -> Rollouts:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(END_SECONDS)
-        finally:
-            self._process.kill()
-            self._process.wait()
+        return int(self.ask("tokens"))
 
 
 class _Count:
