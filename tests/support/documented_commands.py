@@ -73,8 +73,8 @@ JOINS = "tests/integration/test_joins_and_drains.py"
 ELSEWHERE = (
     Elsewhere(r"make (setup|test|check)", "every developer, and whatever tests this repository"),
     Elsewhere(r"make demo", "tests/e2e/test_demo_tiny.py"),
-    Elsewhere(r"make bench(-quick)?", "bench/, whose run is its own test: a row that fails is shown as failed"),
-    Elsewhere(r"pip install weightplane\[ray\]", "who runs tests/integration/test_up_ray.py"),
+    Elsewhere(r"make bench(-quick)?", "bench/"),
+    Elsewhere(r"pip install weightplane\[ray\]", "tests/integration/test_up_ray.py"),
     Elsewhere(r"weightplane up --ray", "tests/integration/test_up_ray.py"),
     Elsewhere(r"(export|mkdir|cd|cp) ", "the shell"),
     Elsewhere(r"kill -9 ", "tests/integration/test_up.py"),
