@@ -156,7 +156,9 @@ async def test_m3_a_base_that_went_bad_is_refused_and_the_push_repeated_whole(
         spoil(0)
         assert await run.learn(2) == "COMMITTED"
         await run.agrees("e0")
-        assert opened[1:] == [(2, "e0", 1), (3, "e0", None)]
+        *aborted, repeated = opened[1:]
+        # A stream may try again until it hears that its update is over.
+        assert (set(aborted), repeated) == ({(2, "e0", 1)}, (3, "e0", None))
         assert await run.learn(3) == "COMMITTED"
         await run.agrees("e0")
         assert opened[3:] == [(4, "e0", 3)]
