@@ -15,7 +15,6 @@ from controlplane.core.versions import Term, WeightVersion
 from controlplane.rollout.client import RolloutClient
 from tests.integration.test_fleet_commands import weightplane
 from tests.support.checkpoint_fleet import checkpoint_fleet, keep, routable, start_engine, words_of
-from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet, Weights
 
 OWNER = "ada"
@@ -68,12 +67,7 @@ async def test_a_drained_engine_finishes_and_takes_nothing_new_until_it_is_resum
     async with checkpoint_fleet(tmp_path, memory={"seconds_per_token": 0.05}) as fleet:
         await fleet.push(Weights())
         await routable(fleet, "e0", 1)
-        running = asyncio.create_task(fleet.generate("e0", 20))
-
-        async def runs() -> bool:
-            return (await fleet.status("e0")).live_requests == 1
-
-        await eventually(runs)
+        running = await fleet.sample_in("e0", 20)
         assert await orders.drain(at(fleet, "e0"), OWNER, SECONDS) == "e0 takes nothing new; 0 requests are in it"
         assert len((await running)[0]) == 20
         assert (await fleet.push(Weights())).engines[0].engine.engine_id == "e1"

@@ -73,8 +73,7 @@ async def test_a_call_that_is_given_up_in_the_middle_of_sleep_leaves_it_asleep_o
     weights = Weights()
     await fleet.push(weights)
     me = Person(fleet, "e0")
-    sample = asyncio.create_task(fleet.generate("e0", 200))
-    await eventually(lambda: _lives(fleet, 1))
+    sample = await fleet.sample_in("e0", 200)
     with pytest.raises(grpc.aio.AioRpcError) as error:
         await me.sleep(timeout=0.05)
     assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -177,8 +176,7 @@ async def _dies(self: MemoryEngine) -> None:
 async def test_a_draining_engine_takes_nothing_new_ends_what_it_has_and_comes_back(fleet: LocalFleet) -> None:
     await fleet.push(Weights())
     me = Person(fleet, "e0")
-    inside = asyncio.create_task(fleet.generate("e0", 300))
-    await eventually(lambda: _lives(fleet, 1))
+    inside = await fleet.sample_in("e0", 300)
     draining = await me.drain()
     assert (draining.word, draining.gate_open) == ("draining", False)
     assert await reason_of(fleet.generate("e0", 3)) == "ENGINE_DRAINING"

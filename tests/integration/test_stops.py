@@ -11,7 +11,6 @@ import grpc
 import pytest
 
 from tests.support.checkpoint_fleet import Person, checkpoint_fleet
-from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet, Weights
 
 TOKENS = 50
@@ -26,30 +25,20 @@ async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
         yield running
 
 
-async def in_the_engine(fleet: LocalFleet) -> Sample:
-    sample = asyncio.create_task(fleet.generate("e0", TOKENS))
-
-    async def lives() -> bool:
-        return (await fleet.status("e0")).live_requests == 1
-
-    await eventually(lives)
-    return sample
-
-
 def made(sample: Sample) -> tuple[int, list[tuple[int, int, int]], str]:
     tokens, spans, reason = sample.result()
     return len(tokens), spans, reason
 
 
 async def test_a_stop_lets_a_request_finish(fleet: LocalFleet) -> None:
-    sample = await in_the_engine(fleet)
+    sample = await fleet.sample_in("e0", TOKENS)
     assert await fleet.stop("e0") == 0
     await asyncio.wait({sample}, timeout=5)
     assert made(sample) == MADE
 
 
 async def test_a_stop_of_an_engine_that_drains_lets_its_requests_finish_too(fleet: LocalFleet) -> None:
-    sample = await in_the_engine(fleet)
+    sample = await fleet.sample_in("e0", TOKENS)
     await Person(fleet, "e0").drain()
     assert await fleet.stop("e0") == 0
     await asyncio.wait({sample}, timeout=5)
@@ -57,7 +46,7 @@ async def test_a_stop_of_an_engine_that_drains_lets_its_requests_finish_too(flee
 
 
 async def test_a_stop_waits_for_no_request_that_stands_still(fleet: LocalFleet) -> None:
-    sample = await in_the_engine(fleet)
+    sample = await fleet.sample_in("e0", TOKENS)
     await Person(fleet, "e0").pause()
     began = time.monotonic()
     assert await fleet.stop("e0") == 0

@@ -313,7 +313,7 @@ async def test_a_lost_coordinator_shuts_no_gate_and_a_new_one_goes_on(fleet: Loc
     await fleet.take_lease(takeover=True)
     await fleet.push(Weights())
     endpoint_before = (await fleet.engine("e0")).endpoint
-    sample = asyncio.create_task(fleet.generate("e0", 800))
+    sample = await fleet.sample_in("e0", 800)
     await fleet.stop("coordinator")
     await fleet.start_coordinator()
     assert (await sample)[1] == [(1, 0, 800)]

@@ -358,6 +358,16 @@ class LocalFleet:
         spans = [(s.version.number, s.start, s.end) for s in finish.spans]
         return tokens, spans, rollout_pb2.FinishReason.Name(finish.reason)
 
+    async def sample_in(self, engine_id: str, max_tokens: int) -> asyncio.Task[tuple[list[int], Any, str]]:
+        """A request that the engine has: whatever is stopped from now on, it is not one that nobody has heard of."""
+        sample = asyncio.create_task(self.generate(engine_id, max_tokens))
+
+        async def lives() -> bool:
+            return (await self.status(engine_id)).live_requests == 1 or sample.done()
+
+        await eventually(lives)
+        return sample
+
 
 @asynccontextmanager
 async def local_fleet(directory: Path, engines: int = 2, **memory: Any) -> AsyncIterator[LocalFleet]:
