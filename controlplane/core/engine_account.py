@@ -7,14 +7,8 @@ from dataclasses import replace
 from controlplane.core import engine_sleep
 from controlplane.core import errors as e
 from controlplane.core.conditions import Condition
-from controlplane.core.engine_events import (
-    CanaryDeferred,
-    CanaryPassed,
-    Effect,
-    Remember,
-    Report,
-    Update,
-)
+from controlplane.core.engine_effects import Effect, Remember, Report
+from controlplane.core.engine_events import CanaryDeferred, CanaryPassed
 from controlplane.core.engine_state import (
     EngineState,
     Hold,
@@ -26,6 +20,7 @@ from controlplane.core.engine_state import (
     Stage,
     Weights,
 )
+from controlplane.core.engine_update import Update
 from controlplane.core.lag import Commits
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.versions import Term, WeightVersion

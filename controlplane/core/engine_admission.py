@@ -5,21 +5,15 @@ A refusal leaves everything as it was (INV-4); a writer of a higher term ends a 
 
 from __future__ import annotations
 
-from controlplane.core import engine_sleep, engine_streaming
+from controlplane.core import engine_sleep
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly
 from controlplane.core.engine_account import EngineAccount
-from controlplane.core.engine_events import (
-    Accept,
-    DropStaged,
-    Effect,
-    EndStream,
-    LayoutArrived,
-    Opened,
-    Report,
-    Update,
-)
+from controlplane.core.engine_effects import Accept, DropStaged, Effect, EndStream, Report
+from controlplane.core.engine_events import LayoutArrived, Opened
 from controlplane.core.engine_state import Held, HoldKind, Life, Poisoned, Stage, Weights
+from controlplane.core.engine_streaming import STREAMING, cut
+from controlplane.core.engine_update import Update
 from controlplane.core.layout import Layout
 from controlplane.core.versions import NO_TERM, Term
 
@@ -42,7 +36,7 @@ class Admission(EngineAccount):
         self._check_able(event)
         self._check_version(event)
         self._check_base(event)
-        engine_streaming.check_open(self, event)
+        self._check_streaming(event)
         self._check_room(event)
         update = Update(
             stream=event.stream,
@@ -150,6 +144,17 @@ class Admission(EngineAccount):
             got = f"{_named(s.weights)}, and has no bytes of it under that layout"
             raise e.BaseMismatch(engine_id=s.engine_id, expected=_named(event.base), got=got)
 
+    def _check_streaming(self, event: Opened) -> None:
+        """An engine may install whole versions only; and a delta is never streamed."""
+        if not event.streaming:
+            return
+        if STREAMING not in self.capabilities:
+            what = "updates installed as they come (streaming)"
+            raise e.UnsupportedByEngine(engine_id=self.state.engine_id, what=what)
+        if event.base is not None:
+            what = "deltas installed as they come (streaming)"
+            raise e.UnsupportedByEngine(engine_id=self.state.engine_id, what=what)
+
     def _check_version(self, event: Opened) -> None:
         """INV-5: never below what was applied in this incarnation, and not what is held already. While it is unset a
         coordinator may bring any version that the fleet serves."""
@@ -182,7 +187,7 @@ class Admission(EngineAccount):
 
     def _abort(self, update: Update, error: e.WeightplaneError) -> list[Effect]:
         if self.state.installing:
-            return [EndStream(update.stream, error), *engine_streaming.cut(update, error)]
+            return [EndStream(update.stream, error), *cut(update, error)]
         self._update = None
         self._progress(update, Stage.ABORTED, error)
         return [EndStream(update.stream, error), DropStaged(update.stream), Report()]

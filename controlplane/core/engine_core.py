@@ -17,10 +17,21 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from controlplane.core import engine_admission, engine_sleep, engine_streaming, engine_transitions
+from controlplane.core import engine_admission, engine_sleep, engine_transitions
 from controlplane.core import errors as e
 from controlplane.core.conditions import dated, engine_conditions
 from controlplane.core.engine_admission import Admission
+from controlplane.core.engine_effects import (
+    DropStaged,
+    Effect,
+    EndStream,
+    FinishStreaming,
+    InstallDecided,
+    Report,
+    SendReady,
+    StartInstall,
+    Verify,
+)
 from controlplane.core.engine_events import (
     BytesVerified,
     CanaryDeferred,
@@ -30,34 +41,24 @@ from controlplane.core.engine_events import (
     Died,
     Disproven,
     Doubted,
-    DropStaged,
-    Effect,
-    EndStream,
     Event,
-    FinishStreaming,
     FleetChanged,
     HoldChanged,
-    InstallDecided,
     InstallEnded,
     LayoutArrived,
     Opened,
     Proven,
     Quiesced,
-    Report,
     RequestsCounted,
-    SendReady,
     SleepRequested,
     SpansDisagreed,
     Started,
-    StartInstall,
     Stopping,
     StreamAdmitted,
     StreamEnded,
-    Verify,
     WakeRequested,
     Woke,
 )
-from controlplane.core.engine_installs import Installs
 from controlplane.core.engine_state import (
     EngineState,
     Held,
@@ -67,6 +68,7 @@ from controlplane.core.engine_state import (
     Stage,
     Unset,
 )
+from controlplane.core.engine_streaming import Streaming, cut
 from controlplane.core.versions import FROZEN
 
 SLEEP, DELTA = engine_sleep.SLEEP, engine_admission.DELTA
@@ -74,7 +76,7 @@ SLEEP, DELTA = engine_sleep.SLEEP, engine_admission.DELTA
 DROPS_WEIGHTS = engine_sleep.DROPS_WEIGHTS
 
 
-class EngineCore(Admission, Installs):
+class EngineCore(Admission, Streaming):
     """The decisions for one incarnation of one engine."""
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -138,7 +140,7 @@ class EngineCore(Admission, Installs):
         if update.assembly is None:
             raise e.FrameOutOfOrder(expected="the layout", got=f"chunk {event.index}")
         if update.streaming:
-            return engine_streaming.chunk_arrived(self, update, update.assembly, event)
+            return self._streamed_chunk_arrived(update, update.assembly, event)
         if self.state.progress is not None and self.state.progress.stage is Stage.READY:
             raise e.FrameOutOfOrder(expected="commit", got=f"chunk {event.index}")
         completed = update.assembly.add(event.index, event.records, event.buffer_bytes, last=event.last)
@@ -189,7 +191,7 @@ class EngineCore(Admission, Installs):
         if update is None or update.stream != event.stream or not update.in_stream:
             return []
         if self.state.installing:
-            return engine_streaming.cut(update, e.UpdateAborted(update_id=update.update_id, cause=event.cause))
+            return cut(update, e.UpdateAborted(update_id=update.update_id, cause=event.cause))
         self._update = None
         self._progress(update, Stage.ABORTED, reason=event.reason, message=event.cause)
         return [DropStaged(event.stream), Report()]
@@ -251,7 +253,7 @@ _HANDLERS: Mapping[type, Callable[[EngineCore, Any], list[Effect]]] = {
     FleetChanged: EngineCore._fleet_changed,
     Opened: EngineCore._opened,
     LayoutArrived: EngineCore._layout_arrived,
-    StreamAdmitted: engine_streaming.admitted,
+    StreamAdmitted: EngineCore._stream_admitted,
     ChunkArrived: EngineCore._chunk_arrived,
     BytesVerified: EngineCore._bytes_verified,
     CommitArrived: EngineCore._commit_arrived,

@@ -1,14 +1,18 @@
-"""What happens to an engine agent, and what its core answers: the events and effects of `EngineCore`."""
+"""What happens to an engine agent: the events of `EngineCore`.
+
+Each is a fact, and frozen. A new one needs its handler in the table of `engine_core` and, where it moves a part of the
+state, its rows in `engine_transitions`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from controlplane.core import errors as e
-from controlplane.core.assembly import Assembly, Record
+from controlplane.core.assembly import Record
 from controlplane.core.canary import Canary, CanaryReference
-from controlplane.core.engine_state import Held, Hold, KeptBase, Timings, Unset, Weights
+from controlplane.core.engine_state import Held, Hold, KeptBase, Timings
 from controlplane.core.lag import FleetCommit
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.pauses import PausePolicy
@@ -22,8 +26,6 @@ from controlplane.core.versions import (
     UpdateId,
     WeightVersion,
 )
-
-# ---- events -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,162 +268,3 @@ Event = (
     | RequestsCounted
     | Stopping
 )
-
-# ---- effects ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Remember:
-    """Write to the agent's disk, before anything that follows."""
-
-    term: Term
-    coordinator_term: Term
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    stream: int
-    layout_needed: bool
-    attached: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Verify:
-    """Compute the checksums of these tensors; then all is in, if `last`."""
-
-    stream: int
-    tensors: tuple[int, ...]
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SendReady:
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartInstall:
-    """Begin the install; it runs to its end whatever happens to the stream."""
-
-    stream: int
-    update: Update
-
-
-@dataclass(frozen=True, slots=True)
-class StartStreaming:
-    """The first chunk of a streaming update came: begin its install. Chunks follow, and then its end."""
-
-    stream: int
-    update: Update
-
-
-@dataclass(frozen=True, slots=True)
-class FinishStreaming:
-    """The commit frame stated what came: bring that install to its end, whatever happens to the stream."""
-
-    stream: int
-    update: Update
-
-
-@dataclass(frozen=True, slots=True)
-class CutStreaming:
-    """No more of that install will come: end it, and say what it touched."""
-
-    stream: int
-    error: e.WeightplaneError
-
-
-@dataclass(frozen=True, slots=True)
-class EndStream:
-    """Answer the stream with this error, and drop what it staged."""
-
-    stream: int
-    error: e.WeightplaneError
-
-
-@dataclass(frozen=True, slots=True)
-class DropStaged:
-    """Unmap what that stream staged; nothing of it will be read any more."""
-
-    stream: int
-
-
-@dataclass(frozen=True, slots=True)
-class InstallDecided:
-    """Tell every stream attached to the update how it ended: None is applied."""
-
-    update_id: UpdateId
-    error: e.WeightplaneError | None
-
-
-@dataclass(frozen=True, slots=True)
-class StartSleep:
-    """Quiesce, then free the devices. Nothing is claimed any more that this takes away."""
-
-    level: int
-
-
-@dataclass(frozen=True, slots=True)
-class StartWake:
-    """Take the devices again, then say `Woke`."""
-
-    kv: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """The state changed: send it whole, and look at the gate again."""
-
-
-Effect = (
-    Remember
-    | Accept
-    | Verify
-    | SendReady
-    | StartInstall
-    | StartStreaming
-    | FinishStreaming
-    | CutStreaming
-    | EndStream
-    | DropStaged
-    | InstallDecided
-    | StartSleep
-    | StartWake
-    | Report
-)
-
-
-@dataclass
-class Update:
-    """One attempt under way."""
-
-    stream: int
-    update_id: UpdateId
-    version: WeightVersion
-    writer_term: Term
-    byte_count: int
-    layout_digest: bytes
-    by_coordinator: bool = False
-    base: KeptBase | None = None
-    """Of a delta: what it changes."""
-    assembly: Assembly | None = None
-    verified: bool = False
-    content_digest: bytes = b""
-    reference: CanaryReference | None = None
-    """What the canary must say too."""
-    pause: PausePolicy | None = None
-    held_before: Weights = field(default_factory=Unset)
-    unproven_before: Set[Hold] = frozenset()
-    quiesced: bool = False
-    """The next step touches weights: from here on a failure is poison unless the engine is certain (INV-4)."""
-    streaming: bool = False
-    committed: bool = False
-    """The commit frame was taken: from here on the agent owns the install (INV-6)."""
-    cut: bool = False
-    """Of a streaming update: its stream ended in mid-install, and nothing more is taken."""
-
-    @property
-    def in_stream(self) -> bool:
-        """Its stream still decides about it: what ends the stream ends the update."""
-        return not self.committed and not self.cut

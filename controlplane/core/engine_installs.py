@@ -9,21 +9,19 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controlplane.core.engine_account import EngineAccount
+from controlplane.core.engine_effects import Effect, InstallDecided, Report
 from controlplane.core.engine_events import (
     CanaryDeferred,
     CanaryPassed,
     Disproven,
     Doubted,
-    Effect,
-    InstallDecided,
     InstallEnded,
     Proven,
     Quiesced,
-    Report,
     SpansDisagreed,
-    Update,
 )
 from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Stage, Unset, Weights
+from controlplane.core.engine_update import Update
 
 
 class Installs(EngineAccount):

@@ -11,7 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controlplane.core import errors as e
-from controlplane.core.engine_events import Effect, Report, SleepRequested, StartSleep, StartWake, WakeRequested, Woke
+from controlplane.core.engine_effects import Effect, Report, StartSleep, StartWake
+from controlplane.core.engine_events import SleepRequested, WakeRequested, Woke
 from controlplane.core.engine_state import EngineState, Hold, HoldKind, Life, Residency
 from controlplane.core.names import TRAINERS
 from controlplane.core.versions import NO_TURN, DeviceTurn, Term

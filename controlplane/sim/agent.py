@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Poisoned, Residency, Unset, Weights
@@ -235,7 +236,7 @@ class Life:
 
     # ---- events ----
 
-    def apply(self, event: ee.Event) -> list[ee.Effect]:
+    def apply(self, event: ee.Event) -> list[fx.Effect]:
         """Decide an event and carry out what is not its caller's own. Raises the core's refusals."""
         before = self.core.state
         try:
@@ -251,22 +252,22 @@ class Life:
         self.world.witness.acted(self, event)
         return effects
 
-    def _carry_out(self, effect: ee.Effect) -> None:
+    def _carry_out(self, effect: fx.Effect) -> None:
         match effect:
-            case ee.Remember(term, coordinator_term, number):
+            case fx.Remember(term, coordinator_term, number):
                 self.agent.disk.save(Remembered(term, coordinator_term, number))
-            case ee.EndStream(stream, error):
+            case fx.EndStream(stream, error):
                 self.world.witness.refused(error)
                 if stream in self.streams:
                     self.after(0.0, partial(self._end_stream, stream, error))
-            case ee.DropStaged(stream):
+            case fx.DropStaged(stream):
                 self.drop(stream)
-            case ee.CutStreaming(stream, error):
+            case fx.CutStreaming(stream, error):
                 self.work.cut(stream, error)
-            case ee.InstallDecided(update_id, error):
+            case fx.InstallDecided(update_id, error):
                 for told in self._outcomes.pop(update_id, []):
                     told(error)
-            case ee.Report():
+            case fx.Report():
                 self._changed()
             case _:
                 pass  # the stream or call that caused it answers

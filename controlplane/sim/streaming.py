@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.sim.engine import InstallEnding
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 class StreamingInstall:
     """One, in one life. `put`, `finish` and `cut` are its stream's."""
 
-    def __init__(self, life: Life, start: ee.StartStreaming, ending: InstallEnding) -> None:
+    def __init__(self, life: Life, start: fx.StartStreaming, ending: InstallEnding) -> None:
         self._life = life
         self._world = life.world
         self._stream = start.stream

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.layout import Layout
@@ -108,7 +109,7 @@ class UpdateStream:
     # ---- what they mean ----
 
     def _open(self, event: ee.Opened, writer: Writer) -> None:
-        accept = next(x for x in self.life.apply(event) if isinstance(x, ee.Accept))
+        accept = next(x for x in self.life.apply(event) if isinstance(x, fx.Accept))
         self.layout_needed = accept.layout_needed
         self.stream.to_client(lambda: writer.accepted(accept.layout_needed, accept.attached))
         self.life.world.faults.point(self.life.agent, "engine.after_open")
@@ -151,14 +152,14 @@ class UpdateStream:
     def _chunk(self, frame: ChunkFrame) -> None:
         event = frame.event(self.number)
         effects = self.life.apply(event)
-        verify = next(x for x in effects if isinstance(x, ee.Verify))
-        for start in (x for x in effects if isinstance(x, ee.StartStreaming)):
+        verify = next(x for x in effects if isinstance(x, fx.Verify))
+        for start in (x for x in effects if isinstance(x, fx.StartStreaming)):
             self._install = self.life.work.start_streaming(start)
         self._busy = True
         seconds = self.life.world.kernel.rng.uniform(*CHECK_SECONDS) + self.life.world.faults.slow_check(self.life)
         self.life.after(seconds, lambda: self._checked(frame, event, verify))
 
-    def _checked(self, frame: ChunkFrame, event: ee.ChunkArrived, verify: ee.Verify) -> None:
+    def _checked(self, frame: ChunkFrame, event: ee.ChunkArrived, verify: fx.Verify) -> None:
         self._busy = False
         if self._ended:
             return
@@ -176,13 +177,13 @@ class UpdateStream:
             self.fail(error)
         self._read()
 
-    def _received(self, verify: ee.Verify) -> None:
+    def _received(self, verify: fx.Verify) -> None:
         if verify.last:
             self.life.apply(ee.BytesVerified(self.number))
             assert self.writer is not None
             self.stream.to_client(self.writer.ready)
 
-    def _put(self, verify: ee.Verify) -> None:
+    def _put(self, verify: fx.Verify) -> None:
         """Of a streaming update: it is in the engine."""
         self._busy, self._heard_at = False, self.life.world.kernel.now
         if self._ended:
@@ -211,9 +212,9 @@ class UpdateStream:
         effects = self.life.apply(event)
         if self._install is not None:
             self._install.finish()
-            self._wait(next(x for x in effects if isinstance(x, ee.FinishStreaming)).update.update_id)
+            self._wait(next(x for x in effects if isinstance(x, fx.FinishStreaming)).update.update_id)
             return
-        start = next(x for x in effects if isinstance(x, ee.StartInstall))
+        start = next(x for x in effects if isinstance(x, fx.StartInstall))
         self.life.work.start_install(start)
         self._wait(start.update.update_id)
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core.engine_state import EngineState, Held, HoldKind, Poisoned, Residency
 from controlplane.core.engine_transitions import moves
+from controlplane.core.engine_update import Update
 from controlplane.core.names import TRAINERS
 from controlplane.core.versions import FROZEN, NO_TURN, WeightVersion
 from controlplane.sim.settings import digest_of
@@ -21,7 +23,7 @@ class EngineWitness(Truth):
 
     tokens = 0
 
-    def engine(self, life: Life, event: ee.Event, before: EngineState, effects: list[ee.Effect]) -> None:
+    def engine(self, life: Life, event: ee.Event, before: EngineState, effects: list[fx.Effect]) -> None:
         """An engine agent decided `event`; nothing was carried out yet."""
         after = life.core.state
         self.coverage.engine_events[type(event).__name__] += 1
@@ -37,11 +39,11 @@ class EngineWitness(Truth):
         if isinstance(event, ee.InstallEnded):
             self._check_failure(life, event)
         for effect in effects:
-            if isinstance(effect, ee.StartInstall | ee.FinishStreaming):
+            if isinstance(effect, fx.StartInstall | fx.FinishStreaming):
                 self._check_commit(life, event, effect.update)
-            elif isinstance(effect, ee.StartStreaming):
+            elif isinstance(effect, fx.StartStreaming):
                 self._check_stream(life, event, effect.update)
-            elif isinstance(effect, ee.Accept):
+            elif isinstance(effect, fx.Accept):
                 self._check_accept(life, event, effect, before)
         self.check(after.incarnation == before.incarnation, "L2", "an incarnation changed its name")
 
@@ -95,7 +97,7 @@ class EngineWitness(Truth):
 
     # ---- sleep ----
 
-    def _check_sleep(self, life: Life, event: ee.Event, before: EngineState, effects: list[ee.Effect]) -> None:
+    def _check_sleep(self, life: Life, event: ee.Event, before: EngineState, effects: list[fx.Effect]) -> None:
         """What is claimed of memory is there; and only who put an engine to sleep wakes it."""
         notes, after = life.notes, life.core.state
         if isinstance(event, (ee.SleepRequested, ee.WakeRequested)):
@@ -105,7 +107,7 @@ class EngineWitness(Truth):
             notes.unheard.add(event.owner)
         elif isinstance(event, ee.WakeRequested):
             others = notes.sleepers - {event.owner}
-            wakes = any(isinstance(x, ee.StartWake) for x in effects)
+            wakes = any(isinstance(x, fx.StartWake) for x in effects)
             self.check(not (wakes and others), "devices", f"{event.owner} wakes {life}, which sleeps for {others}")
             notes.unheard.discard(event.owner)
             if others:  # its word was heard all the same
@@ -149,7 +151,7 @@ class EngineWitness(Truth):
             shut = life.notes.distrusted and isinstance(after.weights, Poisoned)
             self.check(after.weights == held_before or shut, "INV-4", f"{life} lost {held_before}")
 
-    def _check_stream(self, life: Life, event: ee.Event, update: ee.Update) -> None:
+    def _check_stream(self, life: Life, event: ee.Event, update: Update) -> None:
         """A streaming install begins: only by a chunk, and its writer was let go (INV-9)."""
         self.check(isinstance(event, ee.ChunkArrived), "INV-3", f"{type(event).__name__} began an install on {life}")
         went_go = life.world.coordinator.ledger.kept.went_go
@@ -159,7 +161,7 @@ class EngineWitness(Truth):
         self.check(life.notes.welcomed, "INV-7", f"{life} installs before a welcome")
         life.notes.held_before_install, life.notes.committed = life.core.state.weights, None
 
-    def _check_commit(self, life: Life, event: ee.Event, update: ee.Update) -> None:
+    def _check_commit(self, life: Life, event: ee.Event, update: Update) -> None:
         what = "ended" if update.streaming else "began"
         self.check(isinstance(event, ee.CommitArrived), "INV-3", f"{type(event).__name__} {what} an install on {life}")
         assert isinstance(event, ee.CommitArrived)
@@ -182,7 +184,7 @@ class EngineWitness(Truth):
         whose = "coordinator" if by_coordinator else "trainer"
         self.check(term >= seen, "INV-7", f"{life} obeys {whose} term {term}, and saw {seen}")
 
-    def _check_accept(self, life: Life, event: ee.Event, effect: ee.Accept, before: EngineState) -> None:
+    def _check_accept(self, life: Life, event: ee.Event, effect: fx.Accept, before: EngineState) -> None:
         assert isinstance(event, ee.Opened)
         notes = life.notes
         self.check(notes.welcomed, "INV-7", f"{life} took an update before its welcome")

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.canary import Canary
 from controlplane.core.engine_sleep import owes_canary
 from controlplane.core.engine_state import LETS_FINISH, Hold, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.engine_state import Life as LifeWord
+from controlplane.core.engine_update import Update
 from controlplane.core.pauses import KEEP, PauseMode, PausePolicy
 from controlplane.sim.engine import InstallEnding, Turns
 from controlplane.sim.kernel import Action
@@ -49,7 +51,7 @@ class EngineWork:
 
     # ---- installs ----
 
-    def start_install(self, effect: ee.StartInstall) -> None:
+    def start_install(self, effect: fx.StartInstall) -> None:
         """From here on the agent owns the update."""
         ending = self._world.faults.install_ending(self._life.agent.name)
         self._turns.take(
@@ -58,7 +60,7 @@ class EngineWork:
             )
         )
 
-    def start_streaming(self, effect: ee.StartStreaming) -> StreamingInstall:
+    def start_streaming(self, effect: fx.StartStreaming) -> StreamingInstall:
         """Only its end opens the gate from here on; until the commit frame its stream may cut it (INV-4)."""
         ending = self._world.faults.install_ending(self._life.agent.name)
         install = self._streaming[effect.stream] = StreamingInstall(self._life, effect, ending)
@@ -69,7 +71,7 @@ class EngineWork:
         """The stream of a streaming install ended in its middle."""
         self._streaming[stream].cut(error)
 
-    def stand_still(self, update: ee.Update, then: Action) -> None:
+    def stand_still(self, update: Update, then: Action) -> None:
         """Let requests finish where they are waited for, and stop the scheduler; `then` when no forward pass runs any
         more."""
         self._world.faults.point(self._life.agent, "engine.before_install")
@@ -95,7 +97,7 @@ class EngineWork:
     def install_seconds(self, part: float) -> float:
         return self._some(part) + self._world.faults.slow_install(self._life)
 
-    def _quiet(self, effect: ee.StartInstall, ending: InstallEnding) -> None:
+    def _quiet(self, effect: fx.StartInstall, ending: InstallEnding) -> None:
         stream, update = effect.stream, effect.update
         if self.fails_quieting(stream, update, ending):
             return
@@ -109,7 +111,7 @@ class EngineWork:
         self._engine.install_begins()
         self._life.after(self.install_seconds(1.0), lambda: self._loaded(stream, update, ending))
 
-    def fails_quieting(self, stream: int, update: ee.Update, ending: InstallEnding) -> bool:
+    def fails_quieting(self, stream: int, update: Update, ending: InstallEnding) -> bool:
         """Whether it ended before a byte was touched."""
         if ending is InstallEnding.NOT_QUIET:
             touched = self._life.core.state.weights != update.held_before
@@ -118,11 +120,11 @@ class EngineWork:
             self._lost(stream, e.EngineDied(engine_id=self._life.agent.name, cause="killed while it became quiet"))
         return ending in (InstallEnding.NOT_QUIET, InstallEnding.LOST_QUIETING)
 
-    def _loaded(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+    def _loaded(self, stream: int, update: Update, ending: InstallEnding) -> None:
         if not self.fails_loading(stream, update, ending):
             self.loaded(stream, update, ending)
 
-    def fails_loading(self, stream: int, update: ee.Update, ending: InstallEnding) -> bool:
+    def fails_loading(self, stream: int, update: Update, ending: InstallEnding) -> bool:
         """Whether it ended with some bytes in."""
         name, version = self._life.agent.name, str(update.version)
         if ending is InstallEnding.TOUCHED:
@@ -133,14 +135,14 @@ class EngineWork:
             self._lost(stream, e.EngineDied(engine_id=name, cause="killed in mid-install"))
         return ending in (InstallEnding.TOUCHED, InstallEnding.TIMED_OUT, InstallEnding.DIED)
 
-    def loaded(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+    def loaded(self, stream: int, update: Update, ending: InstallEnding) -> None:
         """Every byte is in."""
         staged = self._life.staged[stream]
         self._world.witness.check(not staged.closed, "INV-12", f"{self._life} reads what was dropped")
         self._engine.install_worked(staged.digest())
         self._life.after(self._some(0.3), lambda: self._spoke(stream, update, ending))
 
-    def _spoke(self, stream: int, update: ee.Update, ending: InstallEnding) -> None:
+    def _spoke(self, stream: int, update: Update, ending: InstallEnding) -> None:
         self._world.faults.point(self._life.agent, "engine.after_install")
         if self._engine.residency is Residency.WEIGHTS:  # it speaks when it has a KV cache
             self._owed = ending
@@ -217,7 +219,7 @@ class EngineWork:
 
     def sleep(self, event: ee.SleepRequested, told: Action) -> None:
         """Free the devices; `told` when they are free. Raises the core's refusals."""
-        starts = next((x.level for x in self._life.apply(event) if isinstance(x, ee.StartSleep)), None)
+        starts = next((x.level for x in self._life.apply(event) if isinstance(x, fx.StartSleep)), None)
         self._turns.take(lambda: self._sleep(starts, told))
 
     def _sleep(self, level: int | None, told: Action) -> None:
@@ -242,7 +244,7 @@ class EngineWork:
         self._life.core.heed(event)
         if event.kv:
             self._life.devices_given(event.owner)
-        starts = any(isinstance(x, ee.StartWake) for x in self._life.apply(event))
+        starts = any(isinstance(x, fx.StartWake) for x in self._life.apply(event))
         self._turns.take(lambda: self._wake(event.kv if starts else None, told))
 
     def _wake(self, kv: bool | None, told: Action) -> None:

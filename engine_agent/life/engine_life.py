@@ -16,11 +16,13 @@ from typing import Any
 import structlog
 
 from controlplane.core import engine_core as core
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import engine_sleep
 from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import EngineState, Hold, HoldKind
 from controlplane.core.engine_streaming import STREAMING
+from controlplane.core.engine_update import Update
 from controlplane.core.errors import (
     CanaryFailed,
     EngineDied,
@@ -180,7 +182,7 @@ class EngineLife:
 
     # ---- events ----
 
-    def apply(self, event: events.Event) -> list[events.Effect]:
+    def apply(self, event: events.Event) -> list[fx.Effect]:
         """Decide an event and carry out what is not the caller's own to do: all of it, also where the disk is full, so
         that what is decided is what is claimed. Raises the core's refusals; LedgerError: no writer is let in while what
         this agent saw is not on its disk (INV-7).
@@ -192,17 +194,17 @@ class EngineLife:
         self.lent.note(self.device_uuids)
         for effect in effects:
             match effect:
-                case events.Remember(term, coordinator_term, number):
+                case fx.Remember(term, coordinator_term, number):
                     self._memory.remember(Remembered(term, coordinator_term, number, self._lives))
-                case events.CutStreaming(stream, error):
+                case fx.CutStreaming(stream, error):
                     self._streaming[stream].cut(error)
-                case events.EndStream(stream, error):
+                case fx.EndStream(stream, error):
                     self._end_stream(stream, error)
-                case events.DropStaged(stream):
+                case fx.DropStaged(stream):
                     self.drop(stream)
-                case events.InstallDecided(update_id, error):
+                case fx.InstallDecided(update_id, error):
                     self._outcomes.decide(update_id, error)
-                case events.Report():
+                case fx.Report():
                     self.state.set(self.core.state)
                 case _:
                     pass  # Accept, Verify, SendReady, StartInstall: the stream that caused them answers
@@ -266,13 +268,13 @@ class EngineLife:
 
     # ---- installs ----
 
-    def start_install(self, effect: events.StartInstall) -> None:
+    def start_install(self, effect: fx.StartInstall) -> None:
         """From here on the agent owns the update: the stream may die (INV-4, INV-6)."""
         self._outcomes.begin(effect.update.update_id)
         install = Install(self, self._receivers[effect.stream], effect.update)
         self._spawn(self._install(effect.stream, effect.update, install))
 
-    def start_streaming(self, effect: events.StartStreaming) -> StreamingInstall:
+    def start_streaming(self, effect: fx.StartStreaming) -> StreamingInstall:
         """From here on only its end opens the gate; what ends its stream before the commit frame cuts it (INV-4)."""
         self._outcomes.begin(effect.update.update_id)
         install = StreamingInstall(self, self._receivers[effect.stream], effect.update)
@@ -284,7 +286,7 @@ class EngineLife:
         """Wait for the end of an update's install. Raises its error."""
         return await self._outcomes.of(update_id)
 
-    async def _install(self, stream: int, update: events.Update, install: Install) -> None:
+    async def _install(self, stream: int, update: Update, install: Install) -> None:
         async with self._lock:
             try:
                 await install.run()
@@ -300,7 +302,7 @@ class EngineLife:
                 self._streaming.pop(stream, None)
                 self.drop(stream)
 
-    def note_checksums(self, update: events.Update) -> int | None:
+    def note_checksums(self, update: Update) -> int | None:
         """How many tensors differ from the last install's, by their checksums."""
         assert update.assembly is not None  # it was committed
         tensors = update.assembly.layout.tensors
@@ -308,7 +310,7 @@ class EngineLife:
         before, self._checksums = self._checksums, fresh
         return sum(before.get(name) != checksum for name, checksum in fresh.items()) if before else None
 
-    def applied(self, update: events.Update, receiver: Receiver, found: Applied) -> None:
+    def applied(self, update: Update, receiver: Receiver, found: Applied) -> None:
         """INV-1: the version is claimed in the step that finished, with what the install found out beside it."""
         self._outcomes.note(update.update_id, found)
         if found.canary is None:
@@ -360,7 +362,7 @@ class EngineLife:
             except WeightplaneError:
                 self.lent.note(self.device_uuids)
                 raise
-            if any(isinstance(effect, events.StartSleep) for effect in effects):
+            if any(isinstance(effect, fx.StartSleep) for effect in effects):
                 await to_the_end(self._or_die(self._sleep(event.level)))
 
     async def _sleep(self, level: int) -> None:
@@ -375,7 +377,7 @@ class EngineLife:
         if event.kv:
             self.lent.given_back([event.owner])
         async with self._power:
-            if any(isinstance(effect, events.StartWake) for effect in self.apply(event)):
+            if any(isinstance(effect, fx.StartWake) for effect in self.apply(event)):
                 await to_the_end(self._or_die(self._wake(event.kv)))
 
     async def _wake(self, kv: bool) -> None:

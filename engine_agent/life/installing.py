@@ -18,6 +18,7 @@ from controlplane import failpoints, tracing
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Residency, Timings
+from controlplane.core.engine_update import Update
 from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
 from controlplane.core.pauses import PauseMode
 from controlplane.tracing import Phases
@@ -50,7 +51,7 @@ class Applied:
 class Install:
     """One install in one life, under the life's lock. `run` once."""
 
-    def __init__(self, life: EngineLife, receiver: Receiver, update: events.Update) -> None:
+    def __init__(self, life: EngineLife, receiver: Receiver, update: Update) -> None:
         self._life = life
         self._receiver = receiver
         self._update = update

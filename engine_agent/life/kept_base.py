@@ -7,8 +7,8 @@ whole copy of the weights, and of a second one while a delta is applied; hence o
 
 from __future__ import annotations
 
-from controlplane.core.engine_events import Update
 from controlplane.core.engine_state import EngineState, Held, KeptBase
+from controlplane.core.engine_update import Update
 from engine_agent.engine import StagedWeights
 from engine_agent.receivers import Receiver
 

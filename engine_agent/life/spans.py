@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 
 from controlplane import tracing
-from controlplane.core.engine_events import Update
 from controlplane.core.engine_state import EngineState
+from controlplane.core.engine_update import Update
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.traces import SEND, SpanRecord, SpanRef, Value, update_span
 from controlplane.rpc.codec import version_from_proto

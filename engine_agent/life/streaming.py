@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
+from controlplane.core.engine_update import Update
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut, WeightplaneError
 from engine_agent.engine import InstallReport, StagedPart
 from engine_agent.life.installing import Install
@@ -29,7 +30,7 @@ _Part = tuple[StagedPart, asyncio.Future[None]]
 class StreamingInstall(Install):
     """One streaming install in one life. `run` once, as a task of the life's; the others are its stream's."""
 
-    def __init__(self, life: EngineLife, receiver: Receiver, update: events.Update) -> None:
+    def __init__(self, life: EngineLife, receiver: Receiver, update: Update) -> None:
         super().__init__(life, receiver, update)
         self._waiting: asyncio.Queue[_Part | None] = asyncio.Queue(1)
         """None: the commit frame was taken, no part follows."""

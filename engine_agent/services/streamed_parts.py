@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from controlplane.core import engine_events as events
+from controlplane.core import engine_effects as fx
 from controlplane.core.assembly import Record
 from engine_agent.receivers import PartReceiver
 
@@ -29,10 +29,10 @@ class StreamedParts:
         self._partial: set[int] = set()
         """Tensors of which some bytes came, and more will."""
 
-    def began(self, effects: Sequence[events.Effect]) -> None:
+    def began(self, effects: Sequence[fx.Effect]) -> None:
         """What the core made of a chunk: with the first one the install begins."""
         for effect in effects:
-            if isinstance(effect, events.StartStreaming):
+            if isinstance(effect, fx.StartStreaming):
                 self._install = self._life.start_streaming(effect)
 
     async def install(self, records: Sequence[Record], complete: Sequence[int]) -> None:

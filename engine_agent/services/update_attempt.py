@@ -18,11 +18,13 @@ from structlog.contextvars import bind_contextvars
 
 from controlplane import failpoints, tracing
 from controlplane.checkpoints import CheckpointManifest, read_manifest
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.access import Role, check_role
 from controlplane.core.assembly import Assembly, Record
 from controlplane.core.engine_state import Activity
+from controlplane.core.engine_update import Update
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
@@ -107,7 +109,7 @@ class UpdateAttempt:
         self._rules.check(self._life.core.state.engine_id, opened)
         event = frames.opened(self._stream, opened, self._life.base.account)
         self._check_reference(event)
-        accept = _only(events.Accept, self._life.apply(event))
+        accept = _only(fx.Accept, self._life.apply(event))
         self.update_id = opened.update_id
         self._opened = None if accept.attached else opened
         # Of this call, and of the install that it may begin.
@@ -215,7 +217,7 @@ class UpdateAttempt:
             raise
         return receiver
 
-    def _base_of(self, update: events.Update) -> StagedWeights | None:
+    def _base_of(self, update: Update) -> StagedWeights | None:
         """Of a delta: the bytes that it changes."""
         if update.base is None:
             return None
@@ -228,7 +230,7 @@ class UpdateAttempt:
         self._receiver = receiver
         self._life.keep(self._stream, receiver)
 
-    def _my_update(self) -> events.Update:
+    def _my_update(self) -> Update:
         """The core's account of this stream. Raises UpdateAborted: it was ended meanwhile."""
         update = self._life.core.update
         if update is None or update.stream != self._stream:
@@ -274,7 +276,7 @@ class UpdateAttempt:
         version = version_from_proto(opened.version)
         for index, (records, size) in enumerate(await in_thread(receiver.open, name=READER)):
             event = events.ChunkArrived(self._stream, version, index, records, size)
-            verify = _only(events.Verify, self._life.apply(event))
+            verify = _only(fx.Verify, self._life.apply(event))
             await in_thread(partial(self._check_read, receiver, index, verify.tensors), name=READER)
             self._count(size)
             failpoints.hit("engine.between_chunks", index)
@@ -309,7 +311,7 @@ class UpdateAttempt:
         effects = self._life.apply(event)
         if self._parts is not None:
             self._parts.began(effects)
-        verify = _only(events.Verify, effects)
+        verify = _only(fx.Verify, effects)
         await self._place(event.records, buffers, verify.tensors)
         self._count(sum(r.byte_count for r in event.records))
         failpoints.hit("engine.between_chunks", chunk.index)
@@ -369,7 +371,7 @@ class UpdateAttempt:
         )
         effects = self._life.apply(event)
         if self._parts is None:
-            self._life.start_install(_only(events.StartInstall, effects))
+            self._life.start_install(_only(fx.StartInstall, effects))
         else:
             self._parts.finish()
 
@@ -380,7 +382,7 @@ def _close_made(making: asyncio.Future[Receiver]) -> None:
         making.result().close()
 
 
-def _only(kind: type, effects: list[events.Effect]) -> Any:
+def _only(kind: type, effects: list[fx.Effect]) -> Any:
     return next(effect for effect in effects if isinstance(effect, kind))
 
 

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from controlplane.checkpoints import read_manifest
-from controlplane.core.engine_events import Update
+from controlplane.core.engine_update import Update
 from controlplane.core.layout import content_digest
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.life.kept_base import BaseKeeper

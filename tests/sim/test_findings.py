@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
@@ -198,7 +199,7 @@ def test_a_sleep_that_comes_while_a_wake_is_under_way_is_carried_out() -> None:
     """Else it would say that it sleeps, and have the devices for ever."""
     agent = asleep()
     agent.handle(ee.WakeRequested("ann", kv=True))
-    assert ee.StartSleep(1) in agent.handle(ee.SleepRequested("ann", 1))
+    assert fx.StartSleep(1) in agent.handle(ee.SleepRequested("ann", 1))
 
 
 def test_the_end_of_a_wake_that_a_sleep_followed_is_not_the_end_of_the_next_wake() -> None:
@@ -224,10 +225,10 @@ def test_a_wake_in_two_steps_that_are_asked_for_at_once_ends_awake() -> None:
 def test_two_owners_of_a_sleep_do_not_keep_each_other_from_ending_it() -> None:
     agent = asleep()
     agent.handle(ee.SleepRequested("bob", 1))
-    assert not [x for x in agent.handle(ee.WakeRequested("ann", kv=True)) if isinstance(x, ee.StartWake)]
+    assert not [x for x in agent.handle(ee.WakeRequested("ann", kv=True)) if isinstance(x, fx.StartWake)]
     with pytest.raises(e.DevicesTaken):  # her word ended her own hold; his stays
         agent.handle(ee.WakeRequested("ann", kv=True))
-    assert ee.StartWake(kv=True) in agent.handle(ee.WakeRequested("bob", kv=True))
+    assert fx.StartWake(kv=True) in agent.handle(ee.WakeRequested("bob", kv=True))
     agent.handle(ee.Woke(kv=True))
     assert agent.core.gate_open
 

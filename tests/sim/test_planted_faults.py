@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_engines, fleet_updates
@@ -28,12 +29,12 @@ def planted(core: type[EngineCore] | type[FleetCore]) -> SimSettings:
 
 
 class ClaimsDuringTheInstall(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         return [] if isinstance(event, ee.Quiesced) else super().handle(event, now)
 
 
 class ClaimsAtTheCommit(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         effects = super().handle(event, now)
         if isinstance(event, ee.CommitArrived):
             self.state = replace(self.state, weights=Held(event.version, event.content_digest))
@@ -41,22 +42,22 @@ class ClaimsAtTheCommit(EngineCore):
 
 
 class TheEndCommits(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         update = self.update
         if isinstance(event, ee.StreamEnded) and update is not None and update.verified and not self.state.installing:
-            return [ee.StartInstall(event.stream, update)]
+            return [fx.StartInstall(event.stream, update)]
         return super().handle(event, now)
 
 
 class ResumesAfterAFailure(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, ee.InstallEnded):
             event = replace(event, touched=False)
         return super().handle(event, now)
 
 
 class ForgetsPoison(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         before = self.state
         effects = super().handle(event, now)
         if isinstance(self.state.weights, Poisoned) and isinstance(event, ee.SpansDisagreed):
@@ -76,19 +77,19 @@ class AnswersDone(EngineCore):
 
 
 class ForgetsTerms(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         self.term = Term(0)
         return super().handle(event, now)
 
 
 class NeedsNoWelcome(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         self.welcomed = True
         return super().handle(event, now)
 
 
 class FollowsOldCoordinators(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, ee.FleetChanged):
             self.coordinator_term = Term(0)
         return super().handle(event, now)
@@ -142,7 +143,7 @@ class NeverDecides(FleetCore):
 
 
 class ClaimsAfterADeepSleep(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         weights = self.state.weights
         effects = super().handle(event, now)
         if isinstance(event, ee.SleepRequested):
@@ -176,7 +177,7 @@ class FrozenTakesUpdates(EngineCore):
 
 
 class WakesForAnybody(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, ee.WakeRequested):
             holds = frozenset(h for h in self.state.holds if h.kind is not HoldKind.ASLEEP)
             self.state = replace(self.state, holds=holds)
@@ -184,7 +185,7 @@ class WakesForAnybody(EngineCore):
 
 
 class IsAwakeThoughASleepFollowed(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         self._power._outdated = 0
         return super().handle(event, now)
 
@@ -197,8 +198,8 @@ class HeedsDeadLives(EngineCore):
 class SleepsNoMore(EngineCore):
     """The devices stay taken, whatever it says."""
 
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
-        return [x for x in super().handle(event, now) if not isinstance(x, ee.StartSleep)]
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
+        return [x for x in super().handle(event, now) if not isinstance(x, fx.StartSleep)]
 
 
 class ObeysOldCoordinators(EngineCore):
@@ -207,7 +208,7 @@ class ObeysOldCoordinators(EngineCore):
 
 
 class TakesAnyModel(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, ee.Opened):
             event = replace(event, model=self.state.model)
         return super().handle(event, now)
@@ -243,27 +244,27 @@ class AnswersARequestTwice(FleetCore):
 
 
 class TheEndOfAStreamIsItsCommit(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         update = self.update
         over = isinstance(event, ee.StreamEnded) and update is not None and update.stream == event.stream
         if over and update is not None and update.streaming and update.verified and update.in_stream:
             update.committed = True
-            return [ee.FinishStreaming(update.stream, update)]
+            return [fx.FinishStreaming(update.stream, update)]
         return super().handle(event, now)
 
 
 class StreamsItselfToItsEnd(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         effects = super().handle(event, now)
         update = self.update
         if isinstance(event, ee.BytesVerified) and update is not None and update.streaming:
             update.committed = True
-            effects.append(ee.FinishStreaming(update.stream, update))
+            effects.append(fx.FinishStreaming(update.stream, update))
         return effects
 
 
 class LeavesAStreamToAFencedWriter(EngineCore):
-    def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[ee.Effect]:
+    def _see_terms(self, term: Term = NO_TERM, coordinator_term: Term = NO_TERM) -> list[fx.Effect]:
         update = self.update
         if update is None or not (update.streaming and self.state.installing):
             return super()._see_terms(term, coordinator_term)
@@ -276,7 +277,7 @@ class LeavesAStreamToAFencedWriter(EngineCore):
 
 
 class ACutStreamCostsNothing(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         update = self.update
         if isinstance(event, ee.InstallEnded) and update is not None and update.cut:
             event = replace(event, touched=False)
@@ -286,12 +287,12 @@ class ACutStreamCostsNothing(EngineCore):
 class NeverCutsAStream(EngineCore):
     """What ends without a commit frame waits for one for ever."""
 
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
-        return [x for x in super().handle(event, now) if not isinstance(x, ee.CutStreaming)]
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
+        return [x for x in super().handle(event, now) if not isinstance(x, fx.CutStreaming)]
 
 
 class HeedsNoDoubt(EngineCore):
-    def handle(self, event: ee.Event, now: float) -> list[ee.Effect]:
+    def handle(self, event: ee.Event, now: float) -> list[fx.Effect]:
         return [] if isinstance(event, ee.Doubted) else super().handle(event, now)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core import engine_core as core
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.engine_state import Held, Hold, HoldKind, Residency, Stage, Timings, Unset
@@ -25,8 +26,8 @@ def asleep(level: int = 1, *, owner: str = "trainer") -> Agent:
     return agent
 
 
-def starts(effects: list[events.Effect]) -> list[events.Effect]:
-    return [x for x in effects if isinstance(x, (events.StartSleep, events.StartWake))]
+def starts(effects: list[fx.Effect]) -> list[fx.Effect]:
+    return [x for x in effects if isinstance(x, (fx.StartSleep, fx.StartWake))]
 
 
 # ---- sleep ----
@@ -91,14 +92,14 @@ def test_only_who_put_it_to_sleep_wakes_it() -> None:
     assert starts(agent.handle(events.WakeRequested("trainer", kv=True))) == [], "its own hold ends, ann's stays"
     with pytest.raises(e.DevicesTaken, match="ann"):
         agent.handle(events.WakeRequested("trainer", kv=True))
-    assert starts(agent.handle(events.WakeRequested("ann", kv=True))) == [events.StartWake(kv=True)]
+    assert starts(agent.handle(events.WakeRequested("ann", kv=True))) == [fx.StartWake(kv=True)]
 
 
 def test_sleep_and_wake_are_idempotent() -> None:
     agent = asleep()
     assert starts(agent.handle(events.SleepRequested("trainer", 1))) == []
-    assert starts(agent.handle(events.SleepRequested("trainer", 2))) == [events.StartSleep(2)]
-    assert starts(agent.handle(events.WakeRequested("trainer", kv=True))) == [events.StartWake(kv=True)]
+    assert starts(agent.handle(events.SleepRequested("trainer", 2))) == [fx.StartSleep(2)]
+    assert starts(agent.handle(events.WakeRequested("trainer", kv=True))) == [fx.StartWake(kv=True)]
     agent.handle(events.Woke(kv=True))
     assert starts(agent.handle(events.WakeRequested("trainer", kv=True))) == []
 
@@ -127,7 +128,7 @@ def test_a_sleep_ends_an_update_that_did_not_commit() -> None:
     agent = Agent()
     agent.receive(1)
     effects = agent.handle(events.SleepRequested("trainer", 1))
-    ended = [x.error for x in effects if isinstance(x, events.EndStream)]
+    ended = [x.error for x in effects if isinstance(x, fx.EndStream)]
     assert [type(x) for x in ended] == [e.EngineAsleep]
     with pytest.raises(e.UpdateAborted):
         agent.commit(1)
@@ -148,7 +149,7 @@ def test_a_draining_engine_takes_no_update_and_ends_what_did_not_commit() -> Non
     agent = Agent()
     agent.receive(1)
     effects = agent.handle(events.HoldChanged(DRAIN, present=True))
-    assert [type(x.error) for x in effects if isinstance(x, events.EndStream)] == [e.EngineDraining]
+    assert [type(x.error) for x in effects if isinstance(x, fx.EndStream)] == [e.EngineDraining]
     with pytest.raises(e.EngineDraining, match="ann"):
         agent.open(2, stream=2)
     agent.handle(events.HoldChanged(DRAIN, present=False))
@@ -265,7 +266,7 @@ def test_inv7_an_old_coordinator_writes_nothing_and_a_new_one_ends_its_update() 
         agent.open(1, stream=3, by_coordinator=2)
     agent.open(1, stream=4, by_coordinator=3)
     effects = agent.welcome(1, version(1), coordinator_term=4)
-    assert [type(x.error) for x in effects if isinstance(x, events.EndStream)] == [e.StaleTerm]
+    assert [type(x.error) for x in effects if isinstance(x, fx.EndStream)] == [e.StaleTerm]
 
 
 def test_inv7_a_trainers_term_does_not_fence_a_coordinator() -> None:
@@ -280,7 +281,7 @@ def test_a_catch_up_yields_to_a_newer_version_until_it_installs() -> None:
     agent = poisoned(1)
     agent.open(1, stream=3, by_coordinator=3)
     effects = agent.open(4, stream=4)
-    assert [type(x.error) for x in effects if isinstance(x, events.EndStream)] == [e.UpdateAborted]
+    assert [type(x.error) for x in effects if isinstance(x, fx.EndStream)] == [e.UpdateAborted]
     other = poisoned(1)
     other.open(1, stream=3, by_coordinator=3)
     other.chunk(1, stream=3)

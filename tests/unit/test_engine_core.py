@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core import engine_core as core
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
@@ -43,10 +44,10 @@ class Agent:
         if welcomed:
             self.welcome(term or 1)
 
-    def welcome(self, term: int, *served: WeightVersion, coordinator_term: int = 1) -> list[events.Effect]:
+    def welcome(self, term: int, *served: WeightVersion, coordinator_term: int = 1) -> list[fx.Effect]:
         return self.handle(events.FleetChanged(Term(coordinator_term), Term(term), frozenset(served)))
 
-    def handle(self, event: events.Event) -> list[events.Effect]:
+    def handle(self, event: events.Event) -> list[fx.Effect]:
         return self.core.handle(event, self.now)
 
     def open(
@@ -64,7 +65,7 @@ class Agent:
         base: Held | None = None,
         kept: KeptBase | None = None,
         streaming: bool = False,
-    ) -> list[events.Effect]:
+    ) -> list[fx.Effect]:
         """`by_coordinator`: the writer is one, with that term of its own."""
         return self.handle(
             events.Opened(
@@ -85,18 +86,18 @@ class Agent:
             )
         )
 
-    def chunk(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[events.Effect]:
+    def chunk(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[fx.Effect]:
         a, b = checksums(seed)
         records = [Record(0, 0, 0, 16, a), Record(1, 0, 16, 12, b)]
         return self.handle(events.ChunkArrived(stream, version(number, term), 0, records, 28))
 
-    def commit(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[events.Effect]:
+    def commit(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1) -> list[fx.Effect]:
         digest = content_digest(checksums(seed))
         return self.handle(events.CommitArrived(stream, version(number, term), 1, 28, digest))
 
     def receive(self, number: int, *, stream: int = 1, term: int = 1, seed: int = 1, update_id: str = "") -> None:
         accept = next(
-            x for x in self.open(number, stream=stream, term=term, update_id=update_id) if isinstance(x, events.Accept)
+            x for x in self.open(number, stream=stream, term=term, update_id=update_id) if isinstance(x, fx.Accept)
         )
         if accept.layout_needed:
             self.handle(events.LayoutArrived(stream, LAYOUT))
@@ -143,7 +144,7 @@ def test_inv3_the_end_of_a_stream_is_an_abort_and_never_a_commit() -> None:
     agent.apply(1)
     agent.receive(2, stream=2, seed=5)
     effects = agent.handle(events.StreamEnded(2, "gone"))
-    assert events.DropStaged(2) in effects
+    assert fx.DropStaged(2) in effects
     assert (agent.applied, agent.stage) == (version(1), Stage.ABORTED)
     with pytest.raises(e.UpdateAborted):
         agent.commit(2, stream=2, seed=5)
@@ -233,7 +234,7 @@ def test_inv6_the_same_update_before_its_commit_starts_anew_and_ends_the_older_s
     agent = Agent()
     agent.receive(1)
     effects = agent.open(1, stream=2)
-    assert any(isinstance(x, events.EndStream) and x.stream == 1 for x in effects)
+    assert any(isinstance(x, fx.EndStream) and x.stream == 1 for x in effects)
     agent.chunk(1, stream=2)
     with pytest.raises(e.UpdateAborted):
         agent.commit(1, stream=1)
@@ -243,10 +244,10 @@ def test_inv6_the_same_update_after_its_commit_attaches() -> None:
     agent = Agent()
     agent.receive(1)
     agent.commit(1)
-    assert events.Accept(2, layout_needed=False, attached=True) in agent.open(1, stream=2)
+    assert fx.Accept(2, layout_needed=False, attached=True) in agent.open(1, stream=2)
     agent.handle(events.Quiesced())
     agent.handle(events.CanaryPassed(Timings()))
-    assert events.Accept(3, layout_needed=False, attached=True) in agent.open(1, stream=3)
+    assert fx.Accept(3, layout_needed=False, attached=True) in agent.open(1, stream=3)
 
 
 def test_inv6_done_is_answered_only_while_it_is_held_now() -> None:
@@ -254,7 +255,7 @@ def test_inv6_done_is_answered_only_while_it_is_held_now() -> None:
     agent.apply(1)
     agent.handle(events.SpansDisagreed("not what the engine says"))
     effects = agent.open(1, stream=2)
-    assert events.Accept(2, layout_needed=False, attached=False) in effects
+    assert fx.Accept(2, layout_needed=False, attached=False) in effects
 
 
 def test_inv6_the_same_version_with_other_content_is_a_conflict() -> None:
@@ -282,8 +283,8 @@ def test_inv7_a_higher_term_ends_an_update_of_a_lower_one_before_its_install() -
     agent = Agent()
     agent.receive(1)
     effects = agent.welcome(2)
-    assert any(isinstance(x, events.EndStream) and isinstance(x.error, e.StaleTerm) for x in effects)
-    assert events.Remember(Term(2), Term(1), 0) in effects
+    assert any(isinstance(x, fx.EndStream) and isinstance(x.error, e.StaleTerm) for x in effects)
+    assert fx.Remember(Term(2), Term(1), 0) in effects
     with pytest.raises(e.UpdateAborted):
         agent.commit(1)
 
@@ -343,7 +344,7 @@ def test_m2_a_layout_that_does_not_cover_the_engine_is_refused_by_name() -> None
 def test_a_layout_is_sent_once_and_then_named_by_its_digest() -> None:
     agent = Agent()
     agent.apply(1)
-    assert events.Accept(2, layout_needed=False, attached=False) in agent.open(2, stream=2)
+    assert fx.Accept(2, layout_needed=False, attached=False) in agent.open(2, stream=2)
 
 
 def test_v2_an_update_to_a_paused_engine_ends_applied_and_the_gate_stays_as_the_operator_left_it() -> None:
@@ -373,7 +374,7 @@ def test_a_death_leaves_nothing_held_and_ends_the_update() -> None:
     agent.apply(1)
     agent.receive(2, stream=2, seed=5)
     effects = agent.handle(events.Died("killed"))
-    assert any(isinstance(x, events.EndStream) for x in effects)
+    assert any(isinstance(x, fx.EndStream) for x in effects)
     assert (agent.applied, agent.core.state.life) == (None, Life.DEAD)
     with pytest.raises(e.EngineNotReady):
         agent.open(3, stream=3)

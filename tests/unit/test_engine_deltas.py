@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from controlplane.core import engine_core as core
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
@@ -31,11 +32,11 @@ def test_a_delta_to_what_is_held_and_kept_results_in_a_whole_version() -> None:
     agent.open(2, base=KEPT.weights, kept=KEPT)
     fresh, old = checksums(2)[0], checksums(1)[1]
     effects = agent.handle(events.ChunkArrived(1, version(2), 0, [Record(0, 4, 0, 16, fresh, 2)], 16))
-    assert effects == [events.Verify(1, (0,), False)]
+    assert effects == [fx.Verify(1, (0,), False)]
     with pytest.raises(e.FrameOutOfOrder):
         agent.handle(events.BytesVerified(1))
     effects = agent.handle(events.ChunkArrived(1, version(2), 1, [], 0, last=True))
-    assert effects == [events.Verify(1, (1,), True)]
+    assert effects == [fx.Verify(1, (1,), True)]
     agent.handle(events.BytesVerified(1))
     digest = content_digest([fresh, old])
     agent.handle(events.CommitArrived(1, version(2), 2, 16, digest))

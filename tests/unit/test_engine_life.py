@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
 from controlplane.core.canary import Canary
@@ -54,7 +55,7 @@ def commit(life: EngineLife, stream: int, version: WeightVersion = VERSION) -> N
     """Everything up to the install's start, as the service does it. VERSION's update is UPDATE, 2's is "u2"."""
     update = UPDATE if version == VERSION else UpdateId(f"u{version.number}")
     head = (RunId("run"), ModelName("policy"), Incarnation("i"), update, Term(1), version, LAYOUT.digest, 1, 16)
-    accept = next(x for x in life.apply(events.Opened(stream, *head)) if isinstance(x, events.Accept))
+    accept = next(x for x in life.apply(events.Opened(stream, *head)) if isinstance(x, fx.Accept))
     if accept.layout_needed:
         life.apply(events.LayoutArrived(stream, LAYOUT))
     receiver = InlineReceiver(Staging(LAYOUT))
@@ -64,7 +65,7 @@ def commit(life: EngineLife, stream: int, version: WeightVersion = VERSION) -> N
     receiver.place(records, [Buffer("", inline=bytes(16))])
     life.apply(events.BytesVerified(stream))
     effects = life.apply(events.CommitArrived(stream, version, 1, 16, content_digest([CHECKSUM])))
-    life.start_install(next(x for x in effects if isinstance(x, events.StartInstall)))
+    life.start_install(next(x for x in effects if isinstance(x, fx.StartInstall)))
 
 
 async def test_inv6_a_failure_is_told_also_to_who_asks_after_the_end(

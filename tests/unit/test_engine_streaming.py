@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Record
@@ -28,7 +29,7 @@ class Streaming(Agent):
         self.open(number, stream=stream, term=term, streaming=True)
         self.handle(events.StreamAdmitted(stream))
 
-    def part(self, tensor: int, number: int = 2, *, stream: int = 2) -> list[events.Effect]:
+    def part(self, tensor: int, number: int = 2, *, stream: int = 2) -> list[fx.Effect]:
         record = [Record(0, 0, 0, 16, checksums(5)[0]), Record(1, 0, 0, 12, checksums(5)[1])][tensor]
         return self.handle(events.ChunkArrived(stream, version(number), tensor, [record], record.byte_count))
 
@@ -43,19 +44,19 @@ class Streaming(Agent):
         self.part(1)
         self.handle(events.BytesVerified(2))
 
-    def commit_streamed(self, *, chunks: int = 2, byte_count: int = 28, seed: int = 5) -> list[events.Effect]:
+    def commit_streamed(self, *, chunks: int = 2, byte_count: int = 28, seed: int = 5) -> list[fx.Effect]:
         digest = content_digest(checksums(seed))
         return self.handle(events.CommitArrived(2, version(2), chunks, byte_count, digest))
 
 
-def cut_of(effects: list[events.Effect]) -> events.CutStreaming:
-    return next(x for x in effects if isinstance(x, events.CutStreaming))
+def cut_of(effects: list[fx.Effect]) -> fx.CutStreaming:
+    return next(x for x in effects if isinstance(x, fx.CutStreaming))
 
 
 def test_ready_is_said_before_the_first_byte_and_the_old_version_serves_until_it_comes() -> None:
     agent = Streaming()
     agent.open(2, stream=2, streaming=True)
-    assert events.SendReady(2) in agent.handle(events.StreamAdmitted(2))
+    assert fx.SendReady(2) in agent.handle(events.StreamAdmitted(2))
     assert (agent.stage, agent.applied, agent.core.gate_open) == (Stage.READY, version(1), True)
 
 
@@ -70,9 +71,9 @@ def test_the_first_chunk_starts_the_install_and_shuts_the_gate() -> None:
     agent = Streaming()
     agent.admit()
     effects = agent.part(0)
-    assert any(isinstance(x, events.StartStreaming) for x in effects)
+    assert any(isinstance(x, fx.StartStreaming) for x in effects)
     assert (agent.stage, agent.core.gate_open) == (Stage.INSTALLING, False)
-    assert not any(isinstance(x, events.StartStreaming) for x in agent.part(1))
+    assert not any(isinstance(x, fx.StartStreaming) for x in agent.part(1))
 
 
 def test_a_chunk_before_ready_is_refused() -> None:
@@ -142,10 +143,10 @@ def test_a_stream_that_ends_before_the_engine_stood_still_leaves_the_old_version
 def test_inv6_a_stream_may_end_once_its_commit_was_taken_and_the_same_update_attaches() -> None:
     agent = Streaming()
     agent.all_in()
-    assert [type(x) for x in agent.commit_streamed()] == [events.FinishStreaming]
+    assert [type(x) for x in agent.commit_streamed()] == [fx.FinishStreaming]
     assert agent.handle(events.StreamEnded(2, "gone")) == []
     again = agent.open(2, stream=3, streaming=True)
-    assert events.Accept(3, layout_needed=False, attached=True) in again
+    assert fx.Accept(3, layout_needed=False, attached=True) in again
 
 
 def test_inv6_before_its_commit_the_same_update_does_not_attach_to_an_install_that_may_never_end() -> None:
@@ -160,7 +161,7 @@ def test_inv7_a_higher_term_ends_a_streaming_install_that_has_no_commit() -> Non
     agent.touch()
     effects = agent.welcome(2, version(1), coordinator_term=1)
     assert isinstance(cut_of(effects).error, e.StaleTerm)
-    assert any(isinstance(x, events.EndStream) for x in effects)
+    assert any(isinstance(x, fx.EndStream) for x in effects)
     with pytest.raises(e.UpdateAborted):
         agent.part(1)
 
@@ -169,7 +170,7 @@ def test_inv7_a_higher_term_does_not_end_an_install_whose_commit_was_taken() -> 
     agent = Streaming()
     agent.all_in()
     agent.commit_streamed()
-    assert not any(isinstance(x, events.CutStreaming) for x in agent.welcome(2, version(1)))
+    assert not any(isinstance(x, fx.CutStreaming) for x in agent.welcome(2, version(1)))
     agent.handle(events.CanaryPassed(Timings()))
     assert agent.applied == version(2)
 
@@ -187,7 +188,7 @@ def test_a_drain_lets_a_streaming_install_come_to_its_end() -> None:
     agent = Streaming()
     agent.touch()
     hold = Hold(HoldKind.DRAINING, "operator")
-    assert not any(isinstance(x, events.CutStreaming) for x in agent.handle(events.HoldChanged(hold, present=True)))
+    assert not any(isinstance(x, fx.CutStreaming) for x in agent.handle(events.HoldChanged(hold, present=True)))
     assert agent.stage is Stage.INSTALLING
 
 
@@ -195,8 +196,8 @@ def test_an_engine_that_dies_in_a_streaming_install_ends_its_stream_and_decides_
     agent = Streaming()
     agent.touch()
     effects = [type(x) for x in agent.handle(events.Died("gone"))]
-    assert events.InstallDecided in effects
-    assert events.EndStream in effects
+    assert fx.InstallDecided in effects
+    assert fx.EndStream in effects
 
 
 def test_an_engine_without_the_capability_refuses_before_anything_is_touched() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core import engine_core as core
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.engine_sleep import owes_canary
@@ -103,5 +104,5 @@ def test_a_later_version_is_unproven_in_its_place_or_proven_where_it_can_speak()
 
 def test_inv6_the_same_update_again_is_done_also_while_its_canary_is_to_come() -> None:
     agent = unproven()
-    accept = next(x for x in agent.open(2, stream=9) if isinstance(x, events.Accept))
+    accept = next(x for x in agent.open(2, stream=9) if isinstance(x, fx.Accept))
     assert accept.attached

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
 from controlplane.core.errors import DevicesTaken, LedgerError, UnsupportedByEngine
@@ -170,7 +171,7 @@ async def test_inv7_no_writer_is_let_in_while_a_term_that_was_seen_is_not_on_the
         assert progress is not None
         assert progress.stage is Stage.ABORTED
     rig.free()
-    assert any(isinstance(x, events.Accept) for x in rig.life.apply(opened(3)))
+    assert any(isinstance(x, fx.Accept) for x in rig.life.apply(opened(3)))
     assert rig.on_disk.term == 2
 
 

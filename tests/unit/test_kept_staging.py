@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import EngineState
@@ -99,7 +100,7 @@ async def installed(life: EngineLife, number: int) -> int:
     """One update, as the service does it. Its file; raises InstallFailed."""
     data, version, update = DATA[number - 1], WeightVersion(number, Term(1)), UpdateId(f"u{number}")
     head = (RunId("run"), ModelName("policy"), Incarnation("i"), update, Term(1), version, LAYOUT.digest, 1, 16)
-    accept = next(x for x in life.apply(events.Opened(number, *head)) if isinstance(x, events.Accept))
+    accept = next(x for x in life.apply(events.Opened(number, *head)) if isinstance(x, fx.Accept))
     if accept.layout_needed:
         life.apply(events.LayoutArrived(number, LAYOUT))
     staging = Staging(LAYOUT, spare=life.spare)
@@ -112,7 +113,7 @@ async def installed(life: EngineLife, number: int) -> int:
     receiver.check(0, checksum)
     life.apply(events.BytesVerified(number))
     effects = life.apply(events.CommitArrived(number, version, 1, 16, content_digest([checksum])))
-    life.start_install(next(x for x in effects if isinstance(x, events.StartInstall)))
+    life.start_install(next(x for x in effects if isinstance(x, fx.StartInstall)))
     await asyncio.wait_for(life.outcome(update), 5)
     await asyncio.sleep(0)
     return inode

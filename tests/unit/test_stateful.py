@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
@@ -63,7 +64,7 @@ class Agent:
 
     name: str
     life: int = 0
-    disk: ee.Remember = field(default_factory=lambda: ee.Remember(Term(0), Term(0), 0))
+    disk: fx.Remember = field(default_factory=lambda: fx.Remember(Term(0), Term(0), 0))
     seen_term: int = 0
     session: int | None = None
     reports: deque[tuple[EngineState, bool]] = field(default_factory=deque)
@@ -75,7 +76,7 @@ class Agent:
     highest: int = -1
     asleep: bool = False
     """Its memory is somebody else's, whatever anybody says."""
-    waking: ee.StartWake | None = None
+    waking: fx.StartWake | None = None
     core: EngineCore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +93,7 @@ class Agent:
         self.reports.clear()
         self.handle(ee.Started(EXPECTED, frozenset({SLEEP})))
 
-    def handle(self, event: ee.Event) -> list[ee.Effect]:
+    def handle(self, event: ee.Event) -> list[fx.Effect]:
         before = self.core.state
         try:
             effects = self.core.handle(event, 0.0)
@@ -100,14 +101,14 @@ class Agent:
             assert self.core.state == before
             raise
         for effect in effects:
-            if isinstance(effect, ee.Remember):
+            if isinstance(effect, fx.Remember):
                 self.disk = effect
-            elif isinstance(effect, ee.StartSleep):
+            elif isinstance(effect, fx.StartSleep):
                 self.asleep = True
                 self.content = DROPPED if effect.level == DROPS_WEIGHTS else self.content
-            elif isinstance(effect, ee.StartWake):
+            elif isinstance(effect, fx.StartWake):
                 self.waking = effect
-            elif isinstance(effect, ee.Report) and self.session is not None:
+            elif isinstance(effect, fx.Report) and self.session is not None:
                 self.reports.append((self.core.state, self.core.gate_open))
         return effects
 
@@ -292,7 +293,7 @@ class FleetMachine(RuleBasedStateMachine):
         except (e.StaleTerm, e.StaleVersion, e.UpdateInProgress, e.NotWelcomed, e.EngineAsleep, e.EngineDraining):
             return
         assert began.version.term >= agent.seen_term, "INV-7"
-        accept = next(x for x in effects if isinstance(x, ee.Accept))
+        accept = next(x for x in effects if isinstance(x, fx.Accept))
         agent.seen_term = max(agent.seen_term, began.version.term)
         if accept.attached:
             done = agent.core.state.installing or agent.content == self.truth(began.version.number)
@@ -319,7 +320,7 @@ class FleetMachine(RuleBasedStateMachine):
         if agent.open_stream is not None:
             before = agent.core.state.applied
             effects = agent.handle(ee.StreamEnded(agent.open_stream, "gone"))
-            assert not any(isinstance(x, ee.StartInstall) for x in effects), "INV-3"
+            assert not any(isinstance(x, fx.StartInstall) for x in effects), "INV-3"
             assert agent.core.state.applied == before, "INV-4"
             agent.open_stream = None
 
@@ -465,7 +466,7 @@ class FleetMachine(RuleBasedStateMachine):
             self.handle(fe.CarryEnded(carry.update_id, carry.engine.engine_id, error))
             return
         assert term >= agent.core.coordinator_term, "INV-7"
-        accept = next(x for x in effects if isinstance(x, ee.Accept))
+        accept = next(x for x in effects if isinstance(x, fx.Accept))
         if accept.attached:
             return
         assert before is None or carry.version.number > before.number, "INV-5"
