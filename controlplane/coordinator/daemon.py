@@ -130,56 +130,57 @@ async def run_coordinator(settings: CoordinatorSettings, stop: asyncio.Event | N
 
 
 async def _run(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
-    writer = ThreadPoolExecutor(1, thread_name_prefix="ledger")
-    ledger = SqliteLedger(settings.state_dir / "ledger.sqlite")
-    loop = asyncio.get_running_loop()
-    beside = AsyncExitStack()
-    try:
-        recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
-        core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
-        hub = Hub(core, ledger, writer, settings.heartbeat_seconds)
-        carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds, settings.tls)
-        hub.start_carry = carrier.start
-        proxy = RolloutProxy(hub, settings.max_rollout_calls, settings.tls)
-        # The contract's own port is the last: nobody is served by a coordinator that ends because another was taken.
-        beside.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value), tls=settings.tls))
-        page = await beside.enter_async_context(serve_page(settings.web_listen, hub.view, _guard_of_page(settings)))
-        more = [add_channelz] if settings.channelz else []
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
-        server = await start_server(settings.listen, [*_services(hub, proxy), *more], security)
-    except LedgerError as error:
-        log.error("ledger_failed", cause=str(error))
-        return ExitCode.LEDGER
-    except ConfigError as error:
-        log.error("config_refused", cause=str(error))
-        await _close(beside, loop, writer, ledger)
-        return ExitCode.CONFIG
-    except OSError as error:
-        log.error("port_unavailable", cause=str(error))
-        await _close(beside, loop, writer, ledger)
-        return ExitCode.PORT_IN_USE
+    """Start everything, serve, and close what was started, the last first."""
+    async with AsyncExitStack() as started:
+        try:
+            hub, server = await _start(settings, started)
+        except LedgerError as error:
+            return _failed("ledger_failed", error, ExitCode.LEDGER)
+        except ConfigError as error:
+            return _failed("config_refused", error, ExitCode.CONFIG)
+        except OSError as error:
+            return _failed("port_unavailable", error, ExitCode.PORT_IN_USE)
+        code = await _serve(settings, hub, server, stop)
+    log.info("coordinator_stopped")
+    return code
+
+
+def _failed(event: str, error: Exception, code: ExitCode) -> ExitCode:
+    log.error(event, cause=str(error))
+    return code
+
+
+async def _start(settings: CoordinatorSettings, started: AsyncExitStack) -> tuple[Hub, RunningServer]:
+    """Raises LedgerError, ConfigError and OSError; what runs by then is on `started`."""
+    hub = await _open_hub(settings, started)
+    carrier = Carrier(hub, settings.ready_limit_seconds + settings.go_limit_seconds, settings.tls)
+    hub.start_carry = carrier.start
+    proxy = RolloutProxy(hub, settings.max_rollout_calls, settings.tls)
+    started.push_async_callback(proxy.close)
+    # The contract's own port is the last: nobody is served by a coordinator that ends because another was taken.
+    started.callback(serve_metrics(settings.metrics_listen, FleetMetrics(lambda: hub.view.value), tls=settings.tls))
+    page = await started.enter_async_context(serve_page(settings.web_listen, hub.view, _guard_of_page(settings)))
+    more = [add_channelz] if settings.channelz else []
+    security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
+    server = await start_server(settings.listen, [*_services(hub, proxy), *more], security)
+    started.push_async_callback(server.stop)
+    started.push_async_callback(carrier.close)
     if page:
         log.info("page_ready", url=page)
         if settings.web_address_file is not None:
             _publish(settings.web_address_file, page)
-    try:
-        return await _serve(settings, hub, server, stop)
-    finally:
-        await beside.aclose()
-        await carrier.close()
-        await server.stop()
-        await proxy.close()
-        await loop.run_in_executor(writer, ledger.close)
-        writer.shutdown()
-        log.info("coordinator_stopped")
+    return hub, server
 
 
-async def _close(
-    beside: AsyncExitStack, loop: asyncio.AbstractEventLoop, writer: ThreadPoolExecutor, ledger: SqliteLedger
-) -> None:
-    """What a start that failed had taken."""
-    await beside.aclose()
-    await loop.run_in_executor(writer, ledger.close)
+async def _open_hub(settings: CoordinatorSettings, started: AsyncExitStack) -> Hub:
+    """On what the ledger remembers; its one thread writes it. Raises LedgerError."""
+    loop = asyncio.get_running_loop()
+    writer = started.enter_context(ThreadPoolExecutor(1, thread_name_prefix="ledger"))
+    ledger = SqliteLedger(settings.state_dir / "ledger.sqlite")
+    recovered = await loop.run_in_executor(writer, ledger.open, RunId(settings.run_id))
+    started.push_async_callback(loop.run_in_executor, writer, ledger.close)
+    core = FleetCore(_fleet_settings(settings), recovered, time.monotonic())
+    return Hub(core, ledger, writer, settings.heartbeat_seconds)
 
 
 def _guard_of_page(settings: CoordinatorSettings) -> HttpGuard:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from controlplane.core import errors as e
 from controlplane.core.versions import Incarnation
+from controlplane.sim.agent import Agent, Command
 from controlplane.sim.kernel import Action, Process, Stream, connect
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent, Command
 
 RPC_SECONDS = 2.0
 

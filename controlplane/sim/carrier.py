@@ -5,28 +5,27 @@ What comes of it is told to the core as `CarryEnded`; what the engine holds then
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, UpdateId
+from controlplane.sim.agent import Agent
+from controlplane.sim.frames import Writer
 from controlplane.sim.kernel import Stream, connect
-from controlplane.sim.update_stream import UpdateStream, Writer
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent
-    from controlplane.sim.coordinator import Coordinator
+from controlplane.sim.sessions import Sessions
+from controlplane.sim.update_stream import UpdateStream
 
 
 class Carrier:
     """All carries of one coordinator's life; a crash ends them."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: Sessions, agents: Mapping[str, Agent]) -> None:
         self.coordinator = coordinator
+        self.agents = agents
         self._under_way: dict[tuple[UpdateId, EngineId], Carriage] = {}
 
     def forget(self) -> None:
@@ -53,7 +52,7 @@ class Carriage:
     def __init__(self, carrier: Carrier, carry: fe.Carry) -> None:
         self._carrier = carrier
         self._coordinator = carrier.coordinator
-        self._world = self._coordinator.world
+        self._around = self._coordinator.around
         self._carry = carry
         self._stream: Stream | None = None
         self._remote: list[UpdateStream] = []
@@ -62,8 +61,8 @@ class Carriage:
         self._over = False
 
     def begin(self) -> None:
-        self._world.faults.point(self._coordinator, "coordinator.before_carry")
-        agent = self._world.agents[self._carry.engine.engine_id]
+        self._around.faults.point(self._coordinator, "coordinator.before_carry")
+        agent = self._carrier.agents[self._carry.engine.engine_id]
         stream = self._stream = connect(self._coordinator, agent)
         if stream is None:
             self._end(e.PeerLost(peer=agent.name, cause="nobody listens there"))
@@ -72,7 +71,7 @@ class Carriage:
         writer = Writer(lambda layout, attached: self._accepted(attached), self._got_ready, lambda: self._end(None))
         opened = self._opened()
         stream.to_server(lambda: self._deliver(agent, stream, opened, writer))
-        s = self._world.settings
+        s = self._around.settings
         self._coordinator.after(s.ready_limit + s.go_limit, self._late)
 
     def _deliver(self, agent: Agent, stream: Stream, opened: partial[ee.Opened], writer: Writer) -> None:
@@ -84,7 +83,7 @@ class Carriage:
         kept = self._carry.checkpoint
         return partial(
             ee.Opened,
-            run_id=self._world.settings.run_id,
+            run_id=self._around.settings.run_id,
             model=kept.model,
             incarnation=self._carry.engine.incarnation,
             update_id=self._carry.update_id,
@@ -118,7 +117,7 @@ class Carriage:
         if update is not None and not update.went_go:
             self._to_agent(lambda s: s.abort("given up"))
             return
-        self._world.faults.point(self._coordinator, "coordinator.before_carry_commit")
+        self._around.faults.point(self._coordinator, "coordinator.before_carry_commit")
         self._to_agent(lambda s: s.commit(version, kept.file_count, kept.byte_count, kept.content_digest))
 
     def _to_agent(self, act: Callable[[UpdateStream], None]) -> None:
@@ -128,7 +127,7 @@ class Carriage:
 
     def _late(self) -> None:
         if not self._over:
-            seconds = self._world.settings.ready_limit + self._world.settings.go_limit
+            seconds = self._around.settings.ready_limit + self._around.settings.go_limit
             self._end(e.DeadlineExceeded("carry", self._carry.engine.engine_id, seconds))
 
     def _end(self, error: e.WeightplaneError | None) -> None:

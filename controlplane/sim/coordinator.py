@@ -1,4 +1,4 @@
-"""The coordinator's process: `FleetCore` with a ledger's disk, sessions and calls, as the hub carries them.
+"""The coordinator's process: `FleetCore` with a ledger's disk and its calls, as the hub carries them, on `sessions`.
 
 One event at a time; effects in order; a record is on the disk before anything after it is told. A crash loses
 what was not synced, every session and every call.
@@ -8,53 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
-from controlplane.core.engine_state import EngineState
-from controlplane.core.fleet import FleetCore, FleetSettings
-from controlplane.core.fleet_book import Doubt
+from controlplane.core.fleet import FleetSettings
 from controlplane.core.plan import Plan
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import EngineId, ModelName, Term, UpdateId, WeightVersion
+from controlplane.core.versions import EngineId, UpdateId, WeightVersion
+from controlplane.sim.agent import Agent
 from controlplane.sim.carrier import Carrier
-from controlplane.sim.disks import LedgerDisk
-from controlplane.sim.kernel import Crashed, Process, Stream
-
-if TYPE_CHECKING:
-    from controlplane.sim.world import World
-
-
-@dataclass(frozen=True, slots=True)
-class ModelNews:
-    name: ModelName
-    term: Term
-    served: tuple[WeightVersion, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class FleetNews:
-    """What a session is told."""
-
-    coordinator_term: Term
-    models: tuple[ModelNews, ...]
-    doubts: Mapping[EngineId, Doubt]
-
-    def model(self, name: ModelName) -> ModelNews | None:
-        return next((m for m in self.models if m.name == name), None)
-
-
-@dataclass
-class Session:
-    """An agent's stream. `welcomed` and `told` deliver frames at the agent."""
-
-    stream: Stream
-    welcomed: Callable[[FleetNews, Term], None]
-    told: Callable[[FleetNews], None]
-    number: int = 0
-    greeted: bool = False
-    """The agent had its welcome."""
+from controlplane.sim.kernel import Crashed, Stream
+from controlplane.sim.sessions import Sessions
+from controlplane.sim.surroundings import Surroundings
 
 
 @dataclass
@@ -78,24 +43,19 @@ PAUSE_SHARE = 0.5
 """Of the lease's time, as in `controlplane.coordinator.hub`."""
 
 
-class Coordinator(Process):
+class Coordinator(Sessions):
     """One host's coordinator, life after life."""
 
-    core: FleetCore
-
-    def __init__(self, world: World) -> None:
-        super().__init__(world.kernel, "coordinator")
-        self.world = world
-        self.ledger = LedgerDisk(lambda: world.faults.writing(self), lambda: world.kernel.now)
-        self.carrier = Carrier(self)
-        self.sessions: dict[int, Session] = {}
+    def __init__(self, around: Surroundings, agents: Mapping[str, Agent]) -> None:
+        """`agents`: whom it carries checkpoints to, by name."""
+        super().__init__(around, "coordinator")
+        self.carrier = Carrier(self, agents)
         self._watches: dict[UpdateId, list[Watch]] = {}
-        self._next_session = 0
         self._next_update = 0
         self._handled_at = 0.0
 
     def boot(self) -> None:
-        s = self.world.settings
+        s = self.around.settings
         self.sessions.clear()
         self._watches.clear()
         self.carrier.forget()
@@ -106,16 +66,16 @@ class Coordinator(Process):
             ready_limit_seconds=s.ready_limit,
             go_limit_seconds=s.go_limit,
             await_limit_seconds=s.await_limit,
-            policy=self.world.policy,
+            policy=self.around.policy,
         )
         recovered = self.ledger.open(s.run_id)
-        self.world.witness.coordinator_began(self, recovered.coordinator_term)
+        self.around.witness.coordinator_began(self, recovered.coordinator_term)
         self.core = s.fleet_core(fleet, recovered, self.kernel.now)
         self._handled_at = self.kernel.now
         self.after(s.tick, self._tick)
 
     def _tick(self) -> None:
-        self.after(self.world.settings.tick, self._tick)
+        self.after(self.around.settings.tick, self._tick)
         self.handle(fe.Tick())
 
     def new_update_id(self) -> UpdateId:
@@ -131,128 +91,53 @@ class Coordinator(Process):
         try:
             effects = self.core.handle(event, self.kernel.now)
         except e.WeightplaneError as error:
-            self.world.witness.refused(error)
-            self.world.coverage.fleet_events[type(event).__name__] += 1
+            self.around.witness.refused(error)
+            self.around.coverage.fleet_events[type(event).__name__] += 1
             raise
         self._all_carried_out(event, effects)
         return effects
 
     def _all_carried_out(self, event: fe.Event, effects: list[fe.Effect]) -> None:
         """A ledger that cannot write ends the coordinator: it never tells of what is not written."""
-        self.world.witness.fleet(self, event, effects)
+        self.around.witness.fleet(self, event, effects)
         try:
             for effect in effects:
                 self._carry_out(effect)
         except e.LedgerError as error:
-            self.world.witness.refused(error)
+            self.around.witness.refused(error)
             self.crash()
             raise Crashed from error
 
     def _notice_own_pause(self) -> None:
         """As the daemon's hub does: ticks come often, so a long gap is a pause of this process."""
         gap, self._handled_at = self.kernel.now - self._handled_at, self.kernel.now
-        if gap > self.world.settings.lease_ttl * PAUSE_SHARE:
-            self.world.coverage.fleet_events[fe.Paused.__name__] += 1
+        if gap > self.around.settings.lease_ttl * PAUSE_SHARE:
+            self.around.coverage.fleet_events[fe.Paused.__name__] += 1
             self.core.handle(fe.Paused(gap), self.kernel.now)
-            self.world.witness.coordinator_paused(gap)
+            self.around.witness.coordinator_paused(gap)
 
     def _carry_out(self, effect: fe.Effect) -> None:
         match effect:
             case fe.Save(record):
                 self.ledger.save(record)
-                self.world.witness.saved(self, record)
-                self.world.faults.point(self, "coordinator.after_save")
+                self.around.witness.saved(self, record)
+                self.around.faults.point(self, "coordinator.after_save")
             case fe.Welcome(session, term):
-                self._welcome(session, term)
+                self.welcome(session, term)
             case fe.CloseSession(session, error):
-                self._close(session, error)
+                self.close(session, error)
             case fe.BroadcastState():
-                self._broadcast()
+                self.broadcast()
             case fe.UpdateChanged(update_id):
                 self._tell_watches(update_id)
                 self.carrier.update_changed(update_id)
             case fe.StartCarry(carry):
-                self.world.witness.carries(self, carry)
+                self.around.witness.carries(self, carry)
                 self.carrier.start(carry)
             case _:
                 pass  # UpdatePlanned answers its caller; views are read when somebody asks
 
-    # ---- sessions ----
-
-    def hello(self, session: Session, event: Callable[[int], fe.Event]) -> None:
-        """The first frame of a session; `event` makes it, given the session's number."""
-        self._next_session += 1
-        number = session.number = self._next_session
-        self.sessions[number] = session
-        session.stream.on_server_end = lambda: self._ended(number)
-        self.said(session, lambda: event(number))
-
-    def said(self, session: Session, event: Callable[[], fe.Event]) -> None:
-        """A frame. A refusal ends the session."""
-        try:
-            self.handle(event())
-        except e.WeightplaneError as error:
-            self._end(session, error)
-
-    def report(self, session: Session, state: EngineState, gate_open: bool) -> None:
-        number = self._number(session)
-        if number is not None:
-            self.said(session, lambda: fe.EngineReported(number, state, gate_open))
-
-    def progress(self, session: Session, event: Callable[[int], fe.TrainerReported]) -> None:
-        number = self._number(session)
-        if number is not None:
-            self.said(session, lambda: event(number))
-
-    def goodbye(self, session: Session) -> None:
-        number = self._number(session)
-        if number is not None:
-            self.sessions.pop(number)
-            session.stream.refuse(e.PeerLost(peer="the agent", cause="it said goodbye"))
-            self.handle(fe.SessionEnded(number, goodbye=True))
-
-    def _number(self, session: Session) -> int | None:
-        return session.number if self.sessions.get(session.number) is session else None
-
-    def _end(self, session: Session, error: e.WeightplaneError) -> None:
-        number = self._number(session)
-        session.stream.refuse(error)
-        if number is not None:
-            self.after(0.0, lambda: self._ended(number))
-
-    def _close(self, number: int, error: e.WeightplaneError) -> None:
-        session = self.sessions.get(number)
-        if session is not None:
-            self.world.witness.refused(error)
-            self._end(session, error)
-
-    def _ended(self, number: int) -> None:
-        if self.sessions.pop(number, None) is not None:
-            self.handle(fe.SessionEnded(number, goodbye=False))
-
-    # ---- telling ----
-
-    def news(self, session: int) -> FleetNews:
-        models = tuple(
-            ModelNews(n, m.term, self.core.served_to(session, n)) for n, m in sorted(self.core.models.items())
-        )
-        return FleetNews(self.core.term, models, dict(self.core.doubts))
-
-    def _welcome(self, number: int, term: Term) -> None:
-        session, news = self.sessions.get(number), self.news(number)
-        self.world.witness.told_state(self, number, news)
-        if term:
-            self.world.witness.told_term(self, number, term)
-        if session is not None:
-            session.stream.to_client(lambda: session.welcomed(news, term))
-
-    def _broadcast(self) -> None:
-        for number, session in self.sessions.items():
-            if session.stream.broken:  # its end is being told
-                continue
-            news = self.news(number)
-            self.world.witness.told_state(self, number, news)
-            session.stream.to_client(lambda told=session.told, news=news: told(news))  # type: ignore[misc]
+    # ---- updates that are watched ----
 
     def _tell_watches(self, update_id: UpdateId) -> None:
         for watch in self._watches.get(update_id, ()):
@@ -264,7 +149,7 @@ class Coordinator(Process):
         if watch.last is phase:
             return
         watch.last = phase
-        self.world.witness.told_phase(self, update_id, phase)
+        self.around.witness.told_phase(self, update_id, phase)
         lost = frozenset(o.engine_id for o in update.outcomes.values() if o.lost)
         awaited = frozenset(o.engine_id for o in update.outcomes.values() if o.awaited)
         watch.stream.to_client(lambda: watch.told(phase, lost, awaited))
@@ -278,9 +163,9 @@ class Coordinator(Process):
         if effects is None:
             return
         update = next(x.update for x in effects if isinstance(x, fe.UpdatePlanned))
-        self.world.witness.told_plan(self, request.request_id, update)
+        self.around.witness.told_plan(self, request.request_id, update)
         if isinstance(request, fe.UpdateRequested):
-            self.world.witness.told_ways(update.plan, request.avoid)
+            self.around.witness.told_ways(update.plan, request.avoid)
         begun = Begun(update.update_id, update.version, update.plan)
         stream.to_client(lambda: answer(begun))
 
@@ -306,7 +191,7 @@ class Coordinator(Process):
     def watch(self, update_id: UpdateId, watch: Watch) -> None:
         if update_id not in self.core.updates:
             error = e.UnknownUpdate(update_id=update_id)
-            self.world.witness.refused(error)
+            self.around.witness.refused(error)
             watch.stream.refuse(error)
             return
         self._watches.setdefault(update_id, []).append(watch)
@@ -322,5 +207,5 @@ class Coordinator(Process):
         """Everything routable now."""
         found = [i for i, r in sorted(self.core.engines.items()) if self.core.routable(r)]
         for engine_id in found:
-            self.world.witness.gives_route(self, engine_id)
+            self.around.witness.gives_route(self, engine_id)
         stream.to_client(lambda: answer(found))

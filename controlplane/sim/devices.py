@@ -10,21 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.names import trainer_owner
 from controlplane.core.versions import DeviceTurn, Incarnation
+from controlplane.sim.agent import Agent, Command
 from controlplane.sim.calls import Call
 from controlplane.sim.kernel import Action
+from controlplane.sim.leaseholder import Leaseholder
 
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent, Command
-    from controlplane.sim.trainer import Trainer
-
-    Done = Callable[[Agent], None]
-
+Done = Callable[[Agent], None]
 RETRY_SECONDS = (0.1, 0.6)
 TRAIN_SECONDS = (0.2, 1.5)
 WEIGHTS_SECONDS = 3.0
@@ -40,12 +36,14 @@ TWO_STEPS_CHANCE = 0.3
 class Devices:
     """Those of one life of a trainer."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Leaseholder, tell: Action) -> None:
+        """`tell`: the coordinator is to hear who holds them now."""
         self.held = False
         self.busy = False
         """Engines are being put to sleep, or woken."""
         self._trainer = trainer
-        self._world = trainer.world
+        self._around = trainer.around
+        self._tell = tell
         self._round = 0
         self._turns = 0
         self._incarnations: dict[str, Incarnation] = {}
@@ -56,10 +54,10 @@ class Devices:
         """Put the engines to sleep and train; `then` when that is over. Engines that do not sleep end it."""
         self._round += 1
         self.held = self.busy = True
-        self._trainer.tell()
+        self._tell()
         asked = self._round
         waiting = {agent.name for agent in self._trainer.team.shared}
-        level = 2 if self._world.kernel.rng.random() < DEEP_SLEEP_CHANCE else 1
+        level = 2 if self._around.kernel.rng.random() < DEEP_SLEEP_CHANCE else 1
         event = ee.SleepRequested(trainer_owner(self._trainer.name), level, self._next_turn())
 
         def asleep(agent: Agent) -> None:
@@ -67,10 +65,10 @@ class Devices:
             if not waiting and self._round == asked:
                 self._round += 1
                 self.busy = False
-                self._trainer.after(self._world.kernel.rng.uniform(*TRAIN_SECONDS), then)
+                self._trainer.after(self._around.kernel.rng.uniform(*TRAIN_SECONDS), then)
 
         for agent in self._trainer.team.shared:
-            self._world.faults.point(self._trainer, "trainer.before_sleep")
+            self._around.faults.point(self._trainer, "trainer.before_sleep")
             self._call(agent, asked, lambda life, told: life.work.sleep(event, told), asleep)
         self._trainer.after(TAKE_SECONDS, lambda: self._give_up(asked, then))
 
@@ -121,14 +119,14 @@ class Devices:
             if not waiting and self._round == asked:
                 self._round += 1
                 self.held = self.busy = False
-                self._trainer.tell()
+                self._tell()
                 then()
 
         turn = self._next_turn()
         for agent in self._trainer.team.shared:
-            self._world.faults.point(self._trainer, "trainer.before_wake")
+            self._around.faults.point(self._trainer, "trainer.before_wake")
             whole = partial(self._wake, asked=asked, turn=turn, kv=True, then=awake)
-            if self._world.kernel.rng.random() < TWO_STEPS_CHANCE:
+            if self._around.kernel.rng.random() < TWO_STEPS_CHANCE:
                 self._wake(agent, asked, turn, kv=False, then=whole)
             else:
                 whole(agent)
@@ -164,7 +162,7 @@ class Devices:
             if isinstance(error, settled):
                 then(agent)
                 return
-            wait = self._world.kernel.rng.uniform(*RETRY_SECONDS)
+            wait = self._around.kernel.rng.uniform(*RETRY_SECONDS)
             self._trainer.after(wait, lambda: self._call(agent, asked, act, then, settled))
 
         Call(self._trainer, agent, known, act).begin(lambda: then(agent), failed)

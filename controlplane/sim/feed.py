@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -12,13 +11,13 @@ from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
 from controlplane.core.plan import Apply, Assignment, Transport
 from controlplane.core.update_transaction import Phase
-from controlplane.sim.kernel import Stream, connect
+from controlplane.sim.agent import EngineLife
+from controlplane.sim.frames import ChunkFrame, Writer
+from controlplane.sim.kernel import Action, Stream, connect
+from controlplane.sim.leaseholder import Leaseholder
 from controlplane.sim.settings import checksum, digest_of
-from controlplane.sim.update_stream import ChunkFrame, UpdateStream, Writer
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
-    from controlplane.sim.push import Push
+from controlplane.sim.shipment import Shipment
+from controlplane.sim.update_stream import UpdateStream
 
 COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
 """Phases in which a commit frame may go."""
@@ -27,12 +26,24 @@ COMMITS = (Phase.GO, Phase.COMMITTED, Phase.DEGRADED)
 class Feed:
     """The way of one update to one engine, over as many streams as it takes."""
 
-    def __init__(self, push: Push, assignment: Assignment) -> None:
-        assert push.begun is not None
-        self.push = push
-        self.world = push.world
+    def __init__(
+        self,
+        trainer: Leaseholder,
+        shipment: Shipment,
+        assignment: Assignment,
+        *,
+        retry: Callable[[Action], None],
+        refused: Action,
+    ) -> None:
+        """`retry` does it again later, while the push goes on; `refused`: the engine would not take it."""
+        self.phase = Phase.PREPARING
+        """Of the update, as its push was told."""
+        self._trainer = trainer
+        self._around = trainer.around
+        self._shipment = shipment
+        self._retry = retry
+        self._refused = refused
         self.engine_id = assignment.engine.engine_id
-        self.begun = push.begun
         self.required = assignment.required
         self._incarnation = assignment.engine.incarnation
         self._transport = assignment.transport
@@ -50,11 +61,11 @@ class Feed:
     def open(self) -> None:
         if not self.working:
             return
-        self.world.faults.point(self.push.trainer, "trainer.before_open")
-        agent = self.world.agents[self.engine_id]
-        stream = connect(self.push.trainer, agent)
+        self._around.faults.point(self._trainer, "trainer.before_open")
+        agent = self._trainer.team.agents[self.engine_id]
+        stream = connect(self._trainer, agent)
         if stream is None:
-            self.push.retry(self.open)
+            self._retry(self.open)
             return
         self._stream, self.ready, self._sent = stream, False, 0
         remote = self._remote = []
@@ -67,7 +78,7 @@ class Feed:
         )
         stream.to_server(lambda: self._deliver_open(agent.present, stream, remote, writer))
 
-    def _deliver_open(self, life: Life, stream: Stream, remote: list[UpdateStream], writer: Writer) -> None:
+    def _deliver_open(self, life: EngineLife, stream: Stream, remote: list[UpdateStream], writer: Writer) -> None:
         """At the agent: a call reaches whichever life it has now."""
         if not life.over:
             remote.append(life.accept(stream))
@@ -76,18 +87,18 @@ class Feed:
     def _opened(self, number: int) -> ee.Opened:
         return ee.Opened(
             number,
-            self.world.settings.run_id,
-            self.push.trainer.model,
+            self._around.settings.run_id,
+            self._trainer.model,
             self._incarnation,
-            self.begun.update_id,
-            self.push.trainer.term,
-            self.begun.version,
-            self.push.layout.digest,
-            len(self.push.layout.tensors),
-            self.push.layout.byte_count,
+            self._shipment.begun.update_id,
+            self._trainer.term,
+            self._shipment.begun.version,
+            self._shipment.layout.digest,
+            len(self._shipment.layout.tensors),
+            self._shipment.layout.byte_count,
             engine_id=self.engine_id,
             streaming=self.streams,
-            pause=self.push.pause,
+            pause=self._shipment.pause,
         )
 
     def _to_agent(self, stream: Stream, act: Callable[[UpdateStream], None]) -> None:
@@ -101,35 +112,35 @@ class Feed:
             self._committed = True
             return
         if layout_needed:
-            layout = self.push.layout
+            layout = self._shipment.layout
             self._to_agent(stream, lambda s: s.layout(lambda: layout))
         if not self.streams:
             for frame in self._chunks():
                 self._send(stream, frame)
 
     def _send(self, stream: Stream, frame: ChunkFrame) -> None:
-        self.world.faults.point(self.push.trainer, "trainer.between_chunks")
+        self._around.faults.point(self._trainer, "trainer.between_chunks")
         self._sent += 1
         self._to_agent(stream, lambda s: s.chunk(frame))
 
     def _chunks(self) -> list[ChunkFrame]:
         """One tensor each, the first in two parts."""
-        first, last = (t.byte_count for t in self.push.layout.tensors)
+        first, last = (t.byte_count for t in self._shipment.layout.tensors)
         parts = [
             (Record(0, 0, 0, first // 2, None), 0),
-            (Record(0, first // 2, 0, first - first // 2, checksum(self.push.content, 0)), 1),
-            (Record(1, 0, 0, last, checksum(self.push.content, 1)), 2),
+            (Record(0, first // 2, 0, first - first // 2, checksum(self._shipment.content, 0)), 1),
+            (Record(1, 0, 0, last, checksum(self._shipment.content, 1)), 2),
         ]
         return [
             ChunkFrame(
                 partial(
                     ee.ChunkArrived,
-                    version=self.begun.version,
+                    version=self._shipment.begun.version,
                     index=index,
                     records=(record,),
                     buffer_bytes=record.byte_count,
                 ),
-                {record.tensor: self.push.content},
+                {record.tensor: self._shipment.content},
             )
             for record, index in parts
         ]
@@ -137,7 +148,7 @@ class Feed:
     def _got_ready(self, stream: Stream) -> None:
         if stream is self._stream:
             self.ready = True
-            if self.push.phase in COMMITS:
+            if self.phase in COMMITS:
                 self.commit()
 
     def commit(self) -> None:
@@ -162,11 +173,15 @@ class Feed:
             self._commit(stream)
 
     def _commit(self, stream: Stream) -> None:
-        self.world.faults.point(self.push.trainer, "trainer.before_commit")
+        self._around.faults.point(self._trainer, "trainer.before_commit")
         self._committed = True
-        version, digest, size = self.begun.version, digest_of(self.push.content), self.push.layout.byte_count
+        version, digest, size = (
+            self._shipment.begun.version,
+            digest_of(self._shipment.content),
+            self._shipment.layout.byte_count,
+        )
         self._to_agent(stream, lambda s: s.commit(version, 3, size, digest))
-        self.world.faults.point(self.push.trainer, "trainer.after_commit")
+        self._around.faults.point(self._trainer, "trainer.after_commit")
 
     def _applied(self, stream: Stream) -> None:
         self.working = False
@@ -178,18 +193,18 @@ class Feed:
             return
         self._stream, self.ready = None, False
         if isinstance(error, e.StaleTerm):
-            self.push.trainer.fence()
+            self._trainer.fence()
         broken = isinstance(error, e.PeerLost)
         if broken and self._transport is Transport.BROADCAST:
             failed = fe.Avoided(self.engine_id, self._incarnation, self._transport, str(error))
-            self.push.trainer.broken[self.engine_id, self._incarnation] = failed
+            self._trainer.broken[self.engine_id, self._incarnation] = failed
         in_the_weights = self.streams and bool(self._sent)  # it is poisoned, or about to be: the next push heals it
         passing = isinstance(error, (e.NotWelcomed, e.UpdateInProgress, e.UpdateAborted)) and not self._committed
         if (broken or passing) and not in_the_weights:
-            self.push.retry(self.open)
+            self._retry(self.open)
         else:
             self.working = False
-            self.push.refused()
+            self._refused()
 
     def abort(self, reason: str) -> None:
         """Given up before the commit frame; after it the agent owns the install and only the waiting ends."""
@@ -199,7 +214,7 @@ class Feed:
             return
         if not self._committed:
             self._to_agent(stream, lambda s: s.abort(reason))
-        self.push.trainer.after(0.5, stream.cancel)
+        self._trainer.after(0.5, stream.cancel)
 
     def cut(self) -> None:
         """Its connection breaks."""

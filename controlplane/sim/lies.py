@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import Held, Poisoned
 from controlplane.core.layout import DRAFT_ONLY, MODEL_ONLY, DType, Layout, TensorSpec
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.sim.frames import ChunkFrame
+from controlplane.sim.life import Life
 from controlplane.sim.settings import MODELS, ModelSpec, checksum, digest_of
-from controlplane.sim.update_stream import ChunkFrame, UpdateStream
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
+from controlplane.sim.update_stream import UpdateStream
 
 CONTENT = 999
 """Weights that are no version's."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
-from controlplane.sim.coordinator import FleetNews, Session
 from controlplane.sim.kernel import Crashed, connect
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
+from controlplane.sim.life import Life
+from controlplane.sim.news import FleetNews
+from controlplane.sim.sessions import Session, Sessions
+from controlplane.sim.surroundings import Surroundings
 
 RECONNECT_SECONDS = (0.1, 0.6)
 WELCOME_SECONDS = 3.0
@@ -23,22 +22,23 @@ FATAL = (e.WrongRun, e.IncompatibleNode, e.WrongIncarnation, e.ModelFrozen, e.Ve
 class Link:
     """That of one incarnation, over as many sessions as it takes."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, coordinator: Sessions, around: Surroundings) -> None:
         self._life = life
         self._agent = life.agent
-        self._world = life.world
+        self._coordinator = coordinator
+        self._around = around
         self._session: Session | None = None
         self._sends = False
 
     def connect(self) -> None:
-        stream = connect(self._agent, self._world.coordinator)
+        stream = connect(self._agent, self._coordinator)
         if stream is None:
             self._later()
             return
         session = Session(stream, lambda news, term: self._welcome(session, news), lambda news: self._told(news))
         self._session = session
         stream.on_client_end = lambda error: self._lost(session, error)
-        hello, coordinator = self._hello(), self._world.coordinator
+        hello, coordinator = self._hello(), self._coordinator
         stream.to_server(lambda: coordinator.hello(session, hello))
         self._life.after(WELCOME_SECONDS, lambda: self._give_up(session))
 
@@ -49,7 +49,7 @@ class Link:
             self._session.stream.cancel()
 
     def goodbye(self) -> None:
-        session, coordinator = self._session, self._world.coordinator
+        session, coordinator = self._session, self._coordinator
         if session is not None:
             session.stream.to_server(lambda: coordinator.goodbye(session))
 
@@ -83,7 +83,7 @@ class Link:
         self._later()
 
     def _later(self) -> None:
-        self._life.after(self._world.kernel.rng.uniform(*RECONNECT_SECONDS), self.connect)
+        self._life.after(self._around.kernel.rng.uniform(*RECONNECT_SECONDS), self.connect)
 
     # ---- what is told ----
 
@@ -112,20 +112,20 @@ class Link:
         doubt = news.doubts.get(state.engine_id)
         if doubt is not None and doubt.incarnation == state.incarnation:
             self._life.apply(ee.Doubted(doubt.version, doubt.cause))
-            self._world.witness.heard_doubt(self._life, doubt.version)
+            self._around.witness.heard_doubt(self._life, doubt.version)
 
     # ---- what is said ----
 
     def _beat(self, session: Session) -> None:
         if self._session is session:
             self._send_status()
-            self._life.after(self._world.settings.heartbeat, lambda: self._beat(session))
+            self._life.after(self._around.settings.heartbeat, lambda: self._beat(session))
 
     def send_soon(self) -> None:
         """The state changed."""
         if not self._sends:
             self._sends = True
-            self._life.after(self._world.kernel.rng.uniform(0.0, 0.02), self._send_status)
+            self._life.after(self._around.kernel.rng.uniform(0.0, 0.02), self._send_status)
 
     def _send_status(self) -> None:
         """The newest state only; those between were nobody's business."""
@@ -133,6 +133,6 @@ class Link:
         session = self._session
         if session is None or not session.greeted:
             return
-        state, gate, coordinator = self._life.core.state, self._life.core.gate_open, self._world.coordinator
+        state, gate, coordinator = self._life.core.state, self._life.core.gate_open, self._coordinator
         session.stream.to_server(lambda: coordinator.report(session, state, gate))
-        self._world.faults.point(self._agent, "engine.after_report")
+        self._around.faults.point(self._agent, "engine.after_report")

@@ -9,7 +9,6 @@ person who knows that its processes are gone says its name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -18,13 +17,12 @@ from controlplane.core.engine_state import HoldKind
 from controlplane.core.names import trainer_owner
 from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.core.versions import EngineId, Incarnation
+from controlplane.sim.agent import Agent, Command, EngineLife
 from controlplane.sim.calls import Call
+from controlplane.sim.cast import Cast
 from controlplane.sim.kernel import Action, Process, connect
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent, Command, Life
-    from controlplane.sim.team import Team
-    from controlplane.sim.world import World
+from controlplane.sim.surroundings import Surroundings
+from controlplane.sim.team import Team
 
 NAMES = ("ann", "bob")
 HOLD_SECONDS = (0.2, 3.0)
@@ -46,9 +44,10 @@ KEEP_RETRIES = 20
 class People(Process):
     """All operators of a world."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.kernel, "people")
-        self.world = world
+    def __init__(self, around: Surroundings, cast: Cast) -> None:
+        super().__init__(around.kernel, "people")
+        self._around = around
+        self._cast = cast
         self.tidy = False
         """They end what stands in their own names."""
         self.releases = False
@@ -110,9 +109,9 @@ class People(Process):
         self.after(LOOK_SECONDS, self._look)
         if not self.tidy and self.kernel.rng.random() > LOOK_CHANCE:
             return
-        for engine_id in list(self.world.coordinator.ledger.kept.stays) if self.releases else ():
+        for engine_id in list(self._cast.coordinator.ledger.kept.stays) if self.releases else ():
             self._release(engine_id)
-        for team in self.world.teams.values():
+        for team in self._cast.teams.values():
             there = {trainer_owner(t.name) for t in team.trainers if t.term or not t.up}
             for agent in team.agents.values():
                 if agent.up and not agent.paused:
@@ -134,7 +133,7 @@ class People(Process):
         """At something that may be possible, for a while or until it is tidied up; now and then for an engine that is
         not there, or twice."""
         rng, agent = self.kernel.rng, self.kernel.rng.choice(list(team.agents.values()))
-        known = self.world.coordinator.core.model(team.spec.name)
+        known = self._cast.coordinator.core.model(team.spec.name)
         applied = agent.present.core.state.applied
         numbers = [*known.checkpoints, *([applied.number] if applied else [0])]
         for _ in range(2 if rng.random() < TWICE_CHANCE else 1):
@@ -144,7 +143,7 @@ class People(Process):
 
     def keep_at(self, agent: Agent, number: int, retries: int = KEEP_RETRIES) -> None:
         """Until it is answered, a few times."""
-        run, model = self.world.settings.run_id, agent.spec.name
+        run, model = self._around.settings.run_id, agent.spec.name
 
         def failed(error: e.WeightplaneError) -> None:
             if isinstance(error, (e.PeerLost, e.UpdateInProgress, e.CoordinatorRecovering)) and retries:
@@ -153,12 +152,12 @@ class People(Process):
         self._tell(fe.KeepRequested(run, agent.engine_id, model, number), failed)
 
     def _release(self, engine_id: EngineId) -> None:
-        self._tell(fe.ReleaseRequested(self.world.settings.run_id, engine_id), lambda error: None)
+        self._tell(fe.ReleaseRequested(self._around.settings.run_id, engine_id), lambda error: None)
 
     def _tell(
         self, event: fe.KeepRequested | fe.ReleaseRequested, failed: Callable[[e.WeightplaneError], None]
     ) -> None:
-        coordinator = self.world.coordinator
+        coordinator = self._cast.coordinator
         stream = connect(self, coordinator)
         if stream is not None:
             stream.on_client_end = failed
@@ -168,7 +167,7 @@ class People(Process):
 
     def roll_back(self, team: Team, number: int | None = None, *, twice: bool = False) -> None:
         """To a version that is known, or was; a request that is not answered may come twice."""
-        known = list(self.world.coordinator.core.model(team.spec.name).checkpoints)
+        known = list(self._cast.coordinator.core.model(team.spec.name).checkpoints)
         self._requests += 1
         request_id = f"{self._name()}:{self._requests}"
         chosen = number if number is not None else self.kernel.rng.choice([*known, 0])
@@ -177,16 +176,16 @@ class People(Process):
             self._ask(team, request_id, chosen)
 
     def _ask(self, team: Team, request_id: str, number: int) -> None:
-        coordinator = self.world.coordinator
+        coordinator = self._cast.coordinator
         stream = connect(self, coordinator)
         if stream is not None:
-            run, model, update_id = self.world.settings.run_id, team.spec.name, coordinator.new_update_id()
+            run, model, update_id = self._around.settings.run_id, team.spec.name, coordinator.new_update_id()
             event = fe.RollbackRequested(update_id, request_id, run, model, number)
             stream.to_server(lambda: coordinator.begin(stream, event, lambda begun: None))
 
 
 def _hold(kind: HoldKind, owner: str, *, present: bool) -> Command:
-    def act(life: Life, told: Action) -> None:
+    def act(life: EngineLife, told: Action) -> None:
         life.hold(kind, owner, present=present)
         told()
 
@@ -194,7 +193,7 @@ def _hold(kind: HoldKind, owner: str, *, present: bool) -> Command:
 
 
 def _resume(owner: str) -> Command:
-    def act(life: Life, told: Action) -> None:
+    def act(life: EngineLife, told: Action) -> None:
         for kind in RESUMED:
             life.hold(kind, owner, present=False)
         told()

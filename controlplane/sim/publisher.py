@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.sim.kernel import Action, connect
+from controlplane.sim.leaseholder import Leaseholder
 from controlplane.sim.shelf import Written
-
-if TYPE_CHECKING:
-    from controlplane.sim.push import Push
-    from controlplane.sim.trainer import Trainer
+from controlplane.sim.shipment import Shipment
 
 WRITE_CHANCE = 0.4
 WRITE_SECONDS = (0.1, 1.0)
@@ -25,27 +21,27 @@ RETRY_SECONDS = (0.2, 0.8)
 class Publisher:
     """Those of one life of a trainer."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Leaseholder) -> None:
         self._trainer = trainer
-        self._world = trainer.world
+        self._around = trainer.around
         self._kept: list[CheckpointKept] = []
 
-    def write(self, push: Push, *, surely: bool = False) -> None:
+    def write(self, shipment: Shipment, *, surely: bool = False) -> None:
         """Of a push that was committed; some are written."""
-        begun, rng = push.begun, self._world.kernel.rng
-        wanted = surely or (self._world.settings.checkpoints and rng.random() < WRITE_CHANCE)
-        if begun is None or not wanted:
+        begun, rng = shipment.begun, self._around.kernel.rng
+        wanted = surely or (self._around.settings.checkpoints and rng.random() < WRITE_CHANCE)
+        if not wanted:
             return
-        written = Written(push.layout, push.content)
+        written = Written(shipment.layout, shipment.content)
         name = f"{self._trainer.model}-{begun.version.number}"
         kept = written.kept(self._trainer.model, begun.version, name)
         self._trainer.after(rng.uniform(*WRITE_SECONDS), lambda: self._written(written, kept))
 
     def _written(self, written: Written, kept: CheckpointKept) -> None:
-        self._world.shelf.put(kept.name, written)
-        self._world.faults.point(self._trainer, "trainer.before_publish")
-        event = fe.CheckpointPublished(self._world.settings.run_id, self._trainer.term, kept)
-        self._say(event, lambda: self._published(kept), lambda: self._world.shelf.remove(kept.name))
+        self._around.shelf.put(kept.name, written)
+        self._around.faults.point(self._trainer, "trainer.before_publish")
+        event = fe.CheckpointPublished(self._around.settings.run_id, self._trainer.term, kept)
+        self._say(event, lambda: self._published(kept), lambda: self._around.shelf.remove(kept.name))
 
     def _published(self, kept: CheckpointKept) -> None:
         if kept not in self._kept:
@@ -55,20 +51,20 @@ class Publisher:
 
     def _retire(self, kept: CheckpointKept) -> None:
         """Told before it is deleted."""
-        run, term = self._world.settings.run_id, self._trainer.term
+        run, term = self._around.settings.run_id, self._trainer.term
         event = fe.CheckpointRetired(run, kept.model, term, kept.version.number)
 
         def delete() -> None:
-            self._trainer.after(DELETE_SECONDS, lambda: self._world.shelf.remove(kept.name))
+            self._trainer.after(DELETE_SECONDS, lambda: self._around.shelf.remove(kept.name))
 
         self._say(event, delete, lambda: None)
 
     def _say(self, event: fe.CheckpointPublished | fe.CheckpointRetired, done: Action, refused: Action) -> None:
         """Until it is answered; a refusal ends it."""
-        coordinator, answered = self._world.coordinator, False
+        coordinator, answered = self._trainer.coordinator, False
 
         def again() -> None:
-            self._trainer.after(self._world.kernel.rng.uniform(*RETRY_SECONDS), say)
+            self._trainer.after(self._around.kernel.rng.uniform(*RETRY_SECONDS), say)
 
         def ended(error: e.WeightplaneError) -> None:
             if isinstance(error, e.StaleTerm):

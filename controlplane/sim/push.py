@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
@@ -11,13 +11,12 @@ from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
 from controlplane.sim.coordinator import Begun, Watch
+from controlplane.sim.devices import Devices
 from controlplane.sim.feed import COMMITS, Feed
 from controlplane.sim.kernel import Stream, connect
+from controlplane.sim.leaseholder import Leaseholder
 from controlplane.sim.settings import digest_of
-
-if TYPE_CHECKING:
-    from controlplane.sim.trainer import Trainer
-    from controlplane.sim.world import World
+from controlplane.sim.shipment import Shipment
 
 RPC_SECONDS = 2.0
 RETRY_SECONDS = (0.1, 0.6)
@@ -33,24 +32,35 @@ PAUSES = (
     PausePolicy(PauseMode.WAIT, wait_seconds=0.6, fallback=PauseMode.KEEP),
     PausePolicy(PauseMode.WAIT, wait_seconds=0.3, fallback=PauseMode.ABORT),
 )
+
+
+class Ended(Protocol):
+    """How who began a push hears of its end."""
+
+    def __call__(self, push: Push, *, committed: bool) -> None: ...
+
+
 NOBODY: frozenset[EngineId] = frozenset()
 
 
 class Push:
     """One attempt, under one number."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Leaseholder, devices: Devices, ended: Ended) -> None:
         self.trainer = trainer
-        self.world: World = trainer.world
-        self.layout = trainer.team.spec.layout
-        self.content = self.world.next_content()
-        self.begun: Begun | None = None
+        self.shipment: Shipment | None = None
+        """Unset until the coordinator gave it a number."""
+        self._around = trainer.around
+        self._coordinator = trainer.coordinator
+        self._devices = devices
+        self._ended = ended
+        self._layout = trainer.team.spec.layout
+        self._content = self._around.next_content()
         self.phase = Phase.PREPARING
         self.over = False
         self.feeds: list[Feed] = []
-        self.pause = self.world.kernel.rng.choice(PAUSES)
-        """What becomes of the requests in the engines."""
-        self._request_id = f"{trainer.incarnation}:{trainer.step}:{self.content}"
+        self._pause = self._around.kernel.rng.choice(PAUSES)
+        self._request_id = f"{trainer.incarnation}:{trainer.step}:{self._content}"
         self._avoid = tuple(trainer.broken.values())
         """Of this request, also when it is repeated."""
 
@@ -58,69 +68,69 @@ class Push:
         self.trainer.after(delay, lambda: None if self.over else action())
 
     def retry(self, action: Callable[[], None]) -> None:
-        self.after(self.world.kernel.rng.uniform(*RETRY_SECONDS), action)
+        self.after(self._around.kernel.rng.uniform(*RETRY_SECONDS), action)
 
     # ---- begin ----
 
     def begin(self) -> None:
-        stream = connect(self.trainer, self.world.coordinator)
+        stream = connect(self.trainer, self._coordinator)
         if stream is None:
             self.retry(self.begin)
             return
-        coordinator, update_id = self.world.coordinator, self.world.coordinator.new_update_id()
+        coordinator, update_id = self._coordinator, self._coordinator.new_update_id()
         request = fe.UpdateRequested(
             update_id,
             self._request_id,
-            self.world.settings.run_id,
+            self._around.settings.run_id,
             self.trainer.model,
             self.trainer.term,
             self.trainer.step,
-            self.world.settings.push_limit,
-            self.layout.digest,
-            self.layout.byte_count,
+            self._around.settings.push_limit,
+            self._layout.digest,
+            self._layout.byte_count,
             self._avoid,
         )
         stream.on_client_end = self._begin_failed
         stream.to_server(lambda: coordinator.begin(stream, request, lambda begun: self._begun(stream, begun)))
 
     def _begin_failed(self, error: e.WeightplaneError) -> None:
-        if self.over or self.begun is not None:
+        if self.over or self.shipment is not None:
             return
         if isinstance(error, e.StaleTerm):
             self.trainer.fence()
         if isinstance(error, e.RequestRepeated):  # its answer was lost, and meanwhile it was decided
             self.over = True
-            self.trainer.push_over(self, committed=False)
+            self._ended(self, committed=False)
         elif isinstance(error, (e.NoEngines, e.NotEnoughEngines)):  # a late word may have put them to sleep again
-            self.retry(lambda: self.trainer.devices.give(self.begin))
+            self.retry(lambda: self._devices.give(self.begin))
         else:
             self.retry(self.begin)
 
     def _begun(self, stream: Stream, begun: Begun) -> None:
         stream.cancel()
-        if self.over or self.begun is not None:
+        if self.over or self.shipment is not None:
             return
-        self.world.faults.point(self.trainer, "trainer.after_begin")
-        self.begun = begun
-        self.world.witness.wrote(self.trainer.model, begun.version, digest_of(self.content))
+        self._around.faults.point(self.trainer, "trainer.after_begin")
+        self.shipment = Shipment(begun, self._layout, self._content, self._pause)
+        self._around.witness.wrote(self.trainer.model, begun.version, digest_of(self._content))
         self._watch()
         for assignment in begun.plan.assignments:
-            feed = Feed(self, assignment)
+            feed = Feed(self.trainer, self.shipment, assignment, retry=self.retry, refused=self._refused)
             self.feeds.append(feed)
             feed.open()
-        self.after(self.world.settings.push_limit, self._late)
+        self.after(self._around.settings.push_limit, self._late)
 
     # ---- the decision ----
 
     def _watch(self) -> None:
-        if self.phase.final or self.begun is None:
+        if self.phase.final or self.shipment is None:
             return
-        stream = connect(self.trainer, self.world.coordinator)
+        stream = connect(self.trainer, self._coordinator)
         if stream is None:
             self.retry(self._watch)
             return
-        watch, update_id = Watch(stream, self._told), self.begun.update_id
-        coordinator = self.world.coordinator
+        watch, update_id = Watch(stream, self._told), self.shipment.begun.update_id
+        coordinator = self._coordinator
         stream.on_client_end = self._watch_failed
         stream.to_server(lambda: coordinator.watch(update_id, watch))
 
@@ -135,6 +145,8 @@ class Push:
             return
         self.phase = phase
         for feed in self.feeds:
+            feed.phase = phase
+        for feed in self.feeds:
             if phase in COMMITS and feed.engine_id not in lost:
                 feed.commit()
             elif phase.final:
@@ -142,15 +154,15 @@ class Push:
         if phase.final:
             patient = any(f.streams and f.engine_id in awaited for f in self.feeds)
             limit = AWAITED_SECONDS if patient else STRAGGLER_SECONDS
-            self._wait_for_stragglers(self.world.kernel.now + limit if phase in COMMITS else 0.0)
+            self._wait_for_stragglers(self._around.kernel.now + limit if phase in COMMITS else 0.0)
 
     def _wait_for_stragglers(self, until: float) -> None:
-        if any(f.working for f in self.feeds) and self.world.kernel.now < until:
+        if any(f.working for f in self.feeds) and self._around.kernel.now < until:
             self.after(LOOK_SECONDS, lambda: self._wait_for_stragglers(until))
         else:
             self._end()
 
-    def refused(self) -> None:
+    def _refused(self) -> None:
         """An engine would not take it: where it is required and no other moves, going on is senseless."""
         self.after(REFUSAL_SECONDS, self._judge_refusals)
 
@@ -165,17 +177,17 @@ class Push:
             self.give_up("the push's limit")
 
     def give_up(self, reason: str) -> None:
-        assert self.begun is not None
-        stream = connect(self.trainer, self.world.coordinator)
+        assert self.shipment is not None
+        stream = connect(self.trainer, self._coordinator)
         if stream is None:
             self.retry(lambda: self.give_up(reason))
             return
-        coordinator, update_id = self.world.coordinator, self.begun.update_id
-        request = fe.AbortRequested(self.world.settings.run_id, update_id, self.trainer.term, reason)
+        coordinator, update_id = self._coordinator, self.shipment.begun.update_id
+        request = fe.AbortRequested(self._around.settings.run_id, update_id, self.trainer.term, reason)
         stream.to_server(lambda: coordinator.abort(stream, request, self._told))
 
     def _end(self) -> None:
         for feed in self.feeds:
             feed.abort("the push is over")
         self.over = True
-        self.trainer.push_over(self, committed=self.phase in (Phase.COMMITTED, Phase.DEGRADED))
+        self._ended(self, committed=self.phase in (Phase.COMMITTED, Phase.DEGRADED))

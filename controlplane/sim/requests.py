@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -11,9 +10,8 @@ from controlplane.core.engine_state import Life as LifeWord
 from controlplane.core.engine_state import Poisoned
 from controlplane.core.versions import WeightVersion
 from controlplane.sim.kernel import Stream
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
+from controlplane.sim.life import Life
+from controlplane.sim.surroundings import Surroundings
 
 TOKEN_SECONDS = (0.05, 0.3)
 WAIT_SECONDS = 2.0
@@ -44,8 +42,9 @@ class _Waiter:
 class Requests:
     """Those of one incarnation."""
 
-    def __init__(self, life: Life) -> None:
+    def __init__(self, life: Life, around: Surroundings) -> None:
         self._life = life
+        self._around = around
         self._live: list[_Request] = []
         self._waiters: list[_Waiter] = []
         self._made = 0
@@ -67,7 +66,7 @@ class Requests:
             elif self._life.open and state.applied is not None and state.applied.number >= (waiter.wanted or 0):
                 self._waiters.remove(waiter)
                 self._made += 1
-                exact = self._life.world.kernel.rng.random() < EXACT_CHANCE
+                exact = self._around.kernel.rng.random() < EXACT_CHANCE
                 request = _Request(waiter.stream, state.applied, waiter.tokens, f"r{self._made}", exact)
                 request.stream.on_server_end = lambda request=request: self._drop(request)  # type: ignore[misc]
                 self._live.append(request)
@@ -87,13 +86,13 @@ class Requests:
 
     def _refuse(self, waiter: _Waiter, error: e.WeightplaneError) -> None:
         self._waiters.remove(waiter)
-        self._life.world.witness.refused(error)
+        self._around.witness.refused(error)
         waiter.stream.refuse(error)
 
     # ---- tokens ----
 
     def _next_token(self, request: _Request) -> None:
-        self._life.after(self._life.world.kernel.rng.uniform(*TOKEN_SECONDS), lambda: self._token(request))
+        self._life.after(self._around.kernel.rng.uniform(*TOKEN_SECONDS), lambda: self._token(request))
 
     def _token(self, request: _Request) -> None:
         if request.ended:
@@ -103,8 +102,8 @@ class Requests:
             if request.behind_border:
                 request.waiting.append(self._life.engine.content)
             else:
-                self._life.world.witness.token(self._life, request.version, self._life.engine.content)
-            self._life.world.witness.made_token(self._life)
+                self._around.witness.token(self._life, request.version, self._life.engine.content)
+            self._around.witness.made_token(self._life)
         if request.left > 0:
             self._next_token(request)
         else:
@@ -123,12 +122,12 @@ class Requests:
                 continue
             request.behind_border, request.version = False, version
             for content in request.waiting:
-                self._life.world.witness.token(self._life, version, content)
+                self._around.witness.token(self._life, version, content)
             request.waiting.clear()
 
     def _cut(self, request: _Request) -> None:
         error = e.VersionChanged(request_id=request.name)
-        self._life.world.witness.refused(error)
+        self._around.witness.refused(error)
         request.stream.refuse(error)
         self._drop(request)
 
@@ -146,7 +145,7 @@ class Requests:
         """INV-11: a sample that ends shows that its spans are not the engine's own."""
         for request in self._live[:1]:
             error = e.SpanMismatch(request_id=request.name, ours=str(request.version), engines="otherwise")
-            self._life.world.witness.refused(error)
+            self._around.witness.refused(error)
             request.stream.refuse(error)
             self._drop(request)
         self._life.apply(ee.SpansDisagreed("the engine says otherwise"))

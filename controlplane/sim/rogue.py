@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -30,25 +29,26 @@ from controlplane.core.versions import (
     UpdateId,
     WeightVersion,
 )
-from controlplane.sim.coordinator import Session
+from controlplane.sim.agent import Agent
+from controlplane.sim.cast import Cast
+from controlplane.sim.frames import Writer
 from controlplane.sim.kernel import Process, connect
 from controlplane.sim.lies import CONTENT, Lie, lies, opened
+from controlplane.sim.sessions import Session
 from controlplane.sim.settings import REFERENCE, digest_of
 from controlplane.sim.shelf import Written
-from controlplane.sim.update_stream import UpdateStream, Writer
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent
-    from controlplane.sim.team import Team
-    from controlplane.sim.world import World
+from controlplane.sim.surroundings import Surroundings
+from controlplane.sim.team import Team
+from controlplane.sim.update_stream import UpdateStream
 
 
 class Rogue(Process):
     """Acts when the world's faults say so."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world.kernel, "rogue")
-        self.world = world
+    def __init__(self, around: Surroundings, cast: Cast) -> None:
+        super().__init__(around.kernel, "rogue")
+        self._around = around
+        self._cast = cast
         self._count = 0
 
     def boot(self) -> None:
@@ -67,7 +67,7 @@ class Rogue(Process):
             self.lie(agent, version, rng.choice(list(lies(agent.present, version).values())))
 
     def _agent(self) -> Agent:
-        return self.kernel.rng.choice(list(self.world.agents.values()))
+        return self.kernel.rng.choice(list(self._cast.agents.values()))
 
     # ---- to an engine agent ----
 
@@ -93,10 +93,10 @@ class Rogue(Process):
     # ---- to the coordinator: hellos ----
 
     def _hello(self, event: Callable[[int], fe.Event]) -> None:
-        stream = connect(self, self.world.coordinator)
+        stream = connect(self, self._cast.coordinator)
         if stream is None:
             return
-        session, coordinator = Session(stream, lambda news, term: None, lambda news: None), self.world.coordinator
+        session, coordinator = Session(stream, lambda news, term: None, lambda news: None), self._cast.coordinator
         stream.to_server(lambda: coordinator.hello(session, event))
         self.after(1.0, stream.cancel)
 
@@ -112,7 +112,7 @@ class Rogue(Process):
 
     def misfit(self) -> None:
         """An engine of two devices, one of them a trainer's."""
-        agent, coordinator = self._agent(), self.world.coordinator
+        agent, coordinator = self._agent(), self._cast.coordinator
         holder = coordinator.core.trainers.get(agent.spec.name) if coordinator.up else None
         if holder is not None and holder.session is not None and holder.ranks:
             state = replace(agent.present.core.state, incarnation=Incarnation("rogue"))
@@ -120,7 +120,7 @@ class Rogue(Process):
 
     def _frozen_hello(self) -> None:
         """A model is trained, or served as it was loaded: engines and trainers that would have it otherwise."""
-        coordinator, run = self.world.coordinator, self.world.settings.run_id
+        coordinator, run = self._cast.coordinator, self._around.settings.run_id
         if not coordinator.up or not coordinator.core.model(REFERENCE).frozen:
             return
         trained = next((n for n, m in sorted(coordinator.core.models.items()) if m.term), None)
@@ -137,15 +137,15 @@ class Rogue(Process):
         self._hello(self.kernel.rng.choice(hellos))
 
     def _trainer_of(self, model: ModelName) -> Callable[[int], fe.Event]:
-        run, ranks = self.world.settings.run_id, (RankPlace(Rank(0), "host", DeviceUuid("gpu-rogue")),)
+        run, ranks = self._around.settings.run_id, (RankPlace(Rank(0), "host", DeviceUuid("gpu-rogue")),)
         name, life = TrainerId("rogue"), Incarnation("rogue")
         return lambda session: fe.TrainerConnected(session, run, model, name, life, ranks, Term(0), "", True)
 
     # ---- to the coordinator: calls ----
 
     def _wrong_calls(self) -> None:
-        coordinator, rng = self.world.coordinator, self.kernel.rng
-        team = rng.choice(list(self.world.teams.values()))
+        coordinator, rng = self._cast.coordinator, self.kernel.rng
+        team = rng.choice(list(self._cast.teams.values()))
         stream = connect(self, coordinator)
         if stream is not None:
             event = rng.choice(self.calls(team))
@@ -153,8 +153,8 @@ class Rogue(Process):
             self.after(1.0, stream.cancel)
 
     def calls(self, team: Team) -> list[fe.Event]:
-        run, other, model = self.world.settings.run_id, RunId("other"), team.spec.name
-        core, nobodys = self.world.coordinator.core, UpdateId("nobody's")
+        run, other, model = self._around.settings.run_id, RunId("other"), team.spec.name
+        core, nobodys = self._cast.coordinator.core, UpdateId("nobody's")
         term, layout = core.model(model).term, team.spec.layout
         version = WeightVersion(10**6, term)
         kept = Written(layout, CONTENT).kept(model, version, "rogue")
@@ -187,16 +187,16 @@ class Rogue(Process):
         return calls
 
     def call(self, event: fe.Event) -> None:
-        witness = self.world.witness
+        witness = self._around.witness
         try:
-            self.world.coordinator.handle(event)
+            self._cast.coordinator.handle(event)
         except e.WeightplaneError:
             return
         witness.check(False, "refusals", f"{event} was not refused")
 
     def _old_life(self) -> None:
         """A report for another life, engine or model than the session's."""
-        coordinator = self.world.coordinator
+        coordinator = self._cast.coordinator
         live = [r for _, r in sorted(coordinator.core.engines.items()) if r.session in coordinator.sessions]
         stream = connect(self, coordinator)
         if stream is None:
@@ -218,7 +218,7 @@ class Rogue(Process):
         with suppress(
             e.WrongIncarnation, e.UnknownEngine, e.WrongModel
         ):  # or its session ended meanwhile, and the word is nobody's
-            self.world.coordinator.handle(event)
+            self._cast.coordinator.handle(event)
 
 
 def _nothing() -> None:

@@ -66,7 +66,7 @@ def run_seed(seed: int, events: int, settings: SimSettings) -> tuple[World, Viol
 
 def _trouble_then_calm(world: World, events: int) -> None:
     world.start()
-    world.faults.start()
+    world.troubles.start()
     world.run_events(events)
     world.settle()
 

@@ -10,8 +10,8 @@ from controlplane.core.assembly import Record
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.layout import Layout
 from controlplane.core.versions import ModelName, WeightVersion
+from controlplane.sim.frames import ChunkFrame
 from controlplane.sim.settings import checksum, digest_of
-from controlplane.sim.update_stream import ChunkFrame
 
 
 @dataclass(frozen=True, slots=True)

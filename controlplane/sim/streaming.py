@@ -6,28 +6,29 @@ the commit frame. What cuts it is seen between two of its steps, never inside on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
-from controlplane.sim.engine import InstallEnding
+from controlplane.sim.engine import InstallEnding, Turns
+from controlplane.sim.installs import Installs
 from controlplane.sim.kernel import Action
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
+from controlplane.sim.life import Life
+from controlplane.sim.surroundings import Surroundings
 
 
 class StreamingInstall:
     """One, in one life. `put`, `finish` and `cut` are its stream's."""
 
-    def __init__(self, life: Life, start: fx.StartStreaming, ending: InstallEnding) -> None:
+    def __init__(
+        self, life: Life, installs: Installs, around: Surroundings, start: fx.StartStreaming, ending: InstallEnding
+    ) -> None:
         self._life = life
-        self._world = life.world
+        self._installs = installs
+        self._around = around
         self._stream = start.stream
         self._update = start.update
         self._ending = ending
-        self._fails_late = life.world.kernel.rng.random() < 0.5
+        self._fails_late = around.kernel.rng.random() < 0.5
         """What goes wrong goes wrong at the end; else with the first part."""
         self._parts: list[Action] = []
         """What is told when each is in."""
@@ -70,7 +71,7 @@ class StreamingInstall:
             self._over(self._cut)
         elif self._parts and not self._update.quiesced:
             self._working = True
-            self._life.work.stand_still(self._update, self._quiet)
+            self._installs.stand_still(self._update, self._quiet)
         elif self._parts:
             self._work(self._put_in)
         elif self._finish:
@@ -78,26 +79,26 @@ class StreamingInstall:
 
     def _work(self, then: Action) -> None:
         self._working = True
-        self._life.after(self._life.work.install_seconds(0.3), then)
+        self._life.after(self._installs.install_seconds(0.3), then)
 
     def _over(self, error: e.WeightplaneError) -> None:
         self._working = True
-        self._life.work.failed(self._stream, error, touched=self._update.quiesced)
+        self._installs.failed(self._stream, error, touched=self._update.quiesced)
 
     def _quiet(self) -> None:
-        if self._life.work.fails_quieting(self._stream, self._update, self._ending):
+        if self._installs.fails_quieting(self._stream, self._update, self._ending):
             return
         if self._cut is not None:  # the stream ended meanwhile, and nothing was touched
             self._over(self._cut)
             return
         self._life.apply(ee.Quiesced())
-        self._world.faults.point(self._life.agent, "engine.mid_install")
-        self._world.witness.install_begins(self._life)
+        self._around.faults.point(self._life.agent, "engine.mid_install")
+        self._around.witness.install_begins(self._life)
         self._life.engine.install_begins()
         self._then_step()
 
     def _put_in(self) -> None:
-        self._world.faults.point(self._life.agent, "engine.mid_streaming")
+        self._around.faults.point(self._life.agent, "engine.mid_streaming")
         if not self._fails_late and self._fails():
             return
         told = self._parts.pop(0)
@@ -107,7 +108,7 @@ class StreamingInstall:
 
     def _loaded(self) -> None:
         if not self._fails():
-            self._life.work.loaded(self._stream, self._update, self._ending)
+            self._installs.loaded(self._stream, self._update, self._ending)
 
     def _fails(self) -> bool:
         """Whatever a worker says of one part, an earlier one may be in."""
@@ -115,4 +116,27 @@ class StreamingInstall:
             error = e.InstallFailed(self._life.agent.name, str(self._update.version), True, "no byte could be read")
             self._over(error)
             return True
-        return self._life.work.fails_loading(self._stream, self._update, self._ending)
+        return self._installs.fails_loading(self._stream, self._update, self._ending)
+
+
+class StreamingInstalls:
+    """Those of one incarnation, one at a time."""
+
+    def __init__(self, life: Life, installs: Installs, turns: Turns, around: Surroundings) -> None:
+        self._life = life
+        self._installs = installs
+        self._turns = turns
+        self._around = around
+        self._latest: StreamingInstall | None = None
+
+    def start(self, effect: fx.StartStreaming) -> StreamingInstall:
+        """Only its end opens the gate from here on; until the commit frame its stream may cut it (INV-4)."""
+        ending = self._installs.ending()
+        install = self._latest = StreamingInstall(self._life, self._installs, self._around, effect, ending)
+        self._turns.take(install.begin)
+        return install
+
+    def cut(self, error: e.WeightplaneError) -> None:
+        """The stream of the one that is under way ended in its middle."""
+        assert self._latest is not None
+        self._latest.cut(error)

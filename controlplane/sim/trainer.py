@@ -10,21 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.plan import RankPlace
-from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, TrainerId
-from controlplane.sim.coordinator import Session
+from controlplane.core.versions import DeviceUuid, Rank, Term, TrainerId
+from controlplane.sim.coordinator import Coordinator
 from controlplane.sim.coverage import TRANSPORTS
 from controlplane.sim.devices import Devices
-from controlplane.sim.kernel import Crashed, Process, connect
+from controlplane.sim.kernel import connect
+from controlplane.sim.leaseholder import Leaseholder
 from controlplane.sim.publisher import Publisher
 from controlplane.sim.push import Push
-
-if TYPE_CHECKING:
-    from controlplane.sim.team import Team
+from controlplane.sim.roster import Roster
+from controlplane.sim.sessions import Session
+from controlplane.sim.surroundings import Surroundings
 
 BACKOFF_SECONDS = (0.2, 0.8)
 BORROW_CHANCE = 0.5
@@ -32,26 +32,19 @@ BESIDE_CHANCE = 0.4
 """Of trainings on borrowed devices: those after which it pushes before it gives them back."""
 
 
-class Trainer(Process):
+class Trainer(Leaseholder):
     """One trainer; `takeover` is whether its next hello insists."""
 
-    def __init__(self, team: Team, name: str, *, takeover: bool = False) -> None:
-        super().__init__(team.world.kernel, name)
-        self.world = team.world
-        self.team = team
-        self.model = team.spec.name
+    def __init__(
+        self, around: Surroundings, coordinator: Coordinator, team: Roster, name: str, *, takeover: bool = False
+    ) -> None:
+        super().__init__(around, coordinator, team, name)
         self.takeover = takeover
-        self.fenced = False
-        self.lives = 0
-        self.term = Term(0)
-        self.step = 0
         self.pushed = 0
         """Pushes that the fleet committed."""
         self.push: Push | None = None
-        self.devices = Devices(self)
+        self.devices = Devices(self, self.tell)
         self.publisher = Publisher(self)
-        self.broken: dict[tuple[EngineId, Incarnation], fe.Avoided] = {}
-        """Links that broke in this life."""
         self._ended = ""
         self._session: Session | None = None
         self._progress = 0
@@ -61,39 +54,29 @@ class Trainer(Process):
         self._ended = self.incarnation if self.lives else ""
         self.lives += 1
         self.term, self.push, self._session, self._progress = Term(0), None, None, 0
-        self.devices = Devices(self)
+        self.devices = Devices(self, self.tell)
         self.publisher = Publisher(self)
         self.broken = {}
         self._connect()
 
-    @property
-    def incarnation(self) -> Incarnation:
-        return Incarnation(f"{self.name}/{self.lives}")
-
-    def fence(self) -> None:
-        """STALE_TERM: the process ends, and no launcher starts it again."""
-        self.fenced = True
-        self.crash()
-        raise Crashed
-
     # ---- the session ----
 
     def _connect(self) -> None:
-        stream = connect(self, self.world.coordinator)
+        stream = connect(self, self.coordinator)
         if stream is None:
             self._again()
             return
         session = Session(stream, lambda news, term: self._welcome(session, term), lambda news: None)
         self._session = session
         stream.on_client_end = lambda error: self._lost(session, error)
-        event, coordinator = self._hello(), self.world.coordinator
+        event, coordinator = self._hello(), self.coordinator
         stream.to_server(lambda: coordinator.hello(session, event))
         self.after(3.0, lambda: self._give_up(session))
 
     def _hello(self) -> Callable[[int], fe.Event]:
         make = partial(
             fe.TrainerConnected,
-            run_id=self.world.settings.run_id,
+            run_id=self.around.settings.run_id,
             model=self.model,
             trainer_id=TrainerId(self.name),
             incarnation=self.incarnation,
@@ -125,7 +108,7 @@ class Trainer(Process):
 
     def _again(self) -> None:
         self._session = None
-        self.after(self.world.kernel.rng.uniform(*BACKOFF_SECONDS), self._connect)
+        self.after(self.around.kernel.rng.uniform(*BACKOFF_SECONDS), self._connect)
 
     def _welcome(self, session: Session, term: Term) -> None:
         if self._session is not session:
@@ -136,17 +119,17 @@ class Trainer(Process):
         self._beat(session)
         if first:
             self.devices.give(lambda: None)  # what an earlier life took
-            self.after(self.world.settings.push_every, self._push)
+            self.after(self.around.settings.push_every, self._push)
 
     def _beat(self, session: Session) -> None:
         if self._session is session:
             self._progress += 1
             self.tell()
-            self.after(self.world.settings.heartbeat, lambda: self._beat(session))
+            self.after(self.around.settings.heartbeat, lambda: self._beat(session))
 
     def tell(self) -> None:
         """Its status, as it is now."""
-        session, coordinator = self._session, self.world.coordinator
+        session, coordinator = self._session, self.coordinator
         if session is not None and session.greeted:
             report = partial(
                 fe.TrainerReported,
@@ -163,7 +146,7 @@ class Trainer(Process):
     def _push(self) -> None:
         """A push needs its engines awake, whoever of its lives left them asleep."""
         if self.team.rests:
-            self.after(self.world.settings.push_every, self._push)
+            self.after(self.around.settings.push_every, self._push)
             return
         self.step += 1
         self.devices.give(self._push_awake)
@@ -177,26 +160,26 @@ class Trainer(Process):
     def push_beside(self) -> None:
         """While it holds its devices: engines install, and are heard when it gives them."""
         self.step += 1
-        self.push = Push(self)
+        self.push = Push(self, self.devices, self._push_over)
         self.devices.weights(self.push.begin)
 
     def _push_awake(self) -> None:
         if self.team.rests:
             self._push()
             return
-        self.push = Push(self)
+        self.push = Push(self, self.devices, self._push_over)
         self.push.begin()
 
-    def push_over(self, push: Push, *, committed: bool) -> None:
+    def _push_over(self, push: Push, *, committed: bool) -> None:
         self.pushed += committed
-        if committed:
-            self.publisher.write(push)
-        wait = self.world.settings.push_every
-        self.after(self.world.kernel.rng.uniform(0.5 * wait, 1.5 * wait), self._train)
+        if committed and push.shipment is not None:
+            self.publisher.write(push.shipment)
+        wait = self.around.settings.push_every
+        self.after(self.around.kernel.rng.uniform(0.5 * wait, 1.5 * wait), self._train)
 
     def _train(self) -> None:
-        if self.team.shared and self.team.borrows and self.world.kernel.rng.random() < BORROW_CHANCE:
-            beside = self.world.kernel.rng.random() < BESIDE_CHANCE
+        if self.team.shared and self.team.borrows and self.around.kernel.rng.random() < BORROW_CHANCE:
+            beside = self.around.kernel.rng.random() < BESIDE_CHANCE
             self.devices.take(self._push_beside_unless_it_rests if beside else self._push)
         else:
             self._push()

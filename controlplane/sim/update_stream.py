@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
@@ -17,48 +15,37 @@ from controlplane.core import errors as e
 from controlplane.core.layout import Layout
 from controlplane.core.versions import UpdateId, WeightVersion
 from controlplane.sim.engine import Staged
+from controlplane.sim.frames import ChunkFrame, Writer
 from controlplane.sim.kernel import Stream
+from controlplane.sim.life import Life
 from controlplane.sim.settings import checksum
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
-    from controlplane.sim.streaming import StreamingInstall
+from controlplane.sim.streaming import StreamingInstall
+from controlplane.sim.surroundings import Surroundings
+from controlplane.sim.work import EngineWork
 
 CHECK_SECONDS = (0.005, 0.1)
 READ_SECONDS = (0.01, 0.15)
 
 
-def _nobody() -> None:
-    pass
-
-
-@dataclass
-class Writer:
-    """How a stream's answers reach who opened it."""
-
-    accepted: Callable[[bool, bool], None]
-    """Whether the layout is needed, whether it attached."""
-    ready: Callable[[], None]
-    applied: Callable[[], None]
-    released: Callable[[], None] = _nobody
-    """The next chunk of a streaming update is in the engine, and nobody reads it any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChunkFrame:
-    """`contents` are the bytes themselves: which weights each record's bytes are of."""
-
-    event: Callable[[int], ee.ChunkArrived]
-    contents: dict[int, int]
-
-
 class UpdateStream:
     """The agent's side."""
 
-    def __init__(self, life: Life, stream: Stream, number: int) -> None:
+    def __init__(
+        self,
+        life: Life,
+        work: EngineWork,
+        around: Surroundings,
+        stream: Stream,
+        number: int,
+        over: Callable[[int], None],
+    ) -> None:
+        """`over` is told its number when it ended."""
         self.life = life
         self.stream = stream
         self.number = number
+        self._work = work
+        self._around = around
+        self._over = over
         self.writer: Writer | None = None
         self.layout_needed = False
         self._streams = False
@@ -69,9 +56,9 @@ class UpdateStream:
         self._frames: deque[Callable[[], None]] = deque()
         self._busy = False
         self._ended = False
-        self._heard_at = life.world.kernel.now
+        self._heard_at = around.kernel.now
         stream.on_server_end = lambda: self._end("the stream ended without a commit", "UPDATE_ABORTED")
-        life.after(life.world.settings.stream_idle, self._watch_idle)
+        life.after(around.settings.stream_idle, self._watch_idle)
 
     # ---- frames ----
 
@@ -95,7 +82,7 @@ class UpdateStream:
 
     def _take(self, frame: Callable[[], None]) -> None:
         """Frames are read one after the other, and not while bytes are checked."""
-        self._heard_at = self.life.world.kernel.now
+        self._heard_at = self._around.kernel.now
         self._frames.append(frame)
         self._read()
 
@@ -112,7 +99,7 @@ class UpdateStream:
         accept = next(x for x in self.life.apply(event) if isinstance(x, fx.Accept))
         self.layout_needed = accept.layout_needed
         self.stream.to_client(lambda: writer.accepted(accept.layout_needed, accept.attached))
-        self.life.world.faults.point(self.life.agent, "engine.after_open")
+        self._around.faults.point(self.life.agent, "engine.after_open")
         if accept.attached:
             self._wait(event.update_id)
         else:
@@ -135,12 +122,12 @@ class UpdateStream:
 
     def _read_file(self, name: str, index: int, version: WeightVersion) -> None:
         """A file takes its time; it is there or not when it is opened."""
-        wait = self.life.world.kernel.rng.uniform(*READ_SECONDS)
+        wait = self._around.kernel.rng.uniform(*READ_SECONDS)
         self.life.after(wait, lambda: self._take(lambda: self._file(name, index, version)))
 
     def _file(self, name: str, index: int, version: WeightVersion) -> None:
-        self.life.world.faults.point(self.life.agent, "engine.mid_read")
-        written = self.life.world.shelf.get(name)
+        self._around.faults.point(self.life.agent, "engine.mid_read")
+        written = self._around.shelf.get(name)
         if written is None:
             raise e.CheckpointUnreadable(name=name, cause=f"file {index} is gone")
         if index == 0 and self.layout_needed:
@@ -154,9 +141,9 @@ class UpdateStream:
         effects = self.life.apply(event)
         verify = next(x for x in effects if isinstance(x, fx.Verify))
         for start in (x for x in effects if isinstance(x, fx.StartStreaming)):
-            self._install = self.life.work.start_streaming(start)
+            self._install = self._work.streaming.start(start)
         self._busy = True
-        seconds = self.life.world.kernel.rng.uniform(*CHECK_SECONDS) + self.life.world.faults.slow_check(self.life)
+        seconds = self._around.kernel.rng.uniform(*CHECK_SECONDS) + self._around.faults.slow_check(self.life.agent.name)
         self.life.after(seconds, lambda: self._checked(frame, event, verify))
 
     def _checked(self, frame: ChunkFrame, event: ee.ChunkArrived, verify: fx.Verify) -> None:
@@ -165,7 +152,7 @@ class UpdateStream:
             return
         try:
             self._check(frame, event)
-            self.life.world.faults.point(self.life.agent, "engine.between_chunks")
+            self._around.faults.point(self.life.agent, "engine.between_chunks")
             if self._install is None:
                 self._received(verify)
             elif verify.tensors:
@@ -185,7 +172,7 @@ class UpdateStream:
 
     def _put(self, verify: fx.Verify) -> None:
         """Of a streaming update: it is in the engine."""
-        self._busy, self._heard_at = False, self.life.world.kernel.now
+        self._busy, self._heard_at = False, self._around.kernel.now
         if self._ended:
             return
         if verify.last:
@@ -215,7 +202,7 @@ class UpdateStream:
             self._wait(next(x for x in effects if isinstance(x, fx.FinishStreaming)).update.update_id)
             return
         start = next(x for x in effects if isinstance(x, fx.StartInstall))
-        self.life.work.start_install(start)
+        self._work.installs.start(start)
         self._wait(start.update.update_id)
 
     def _wait(self, update_id: UpdateId) -> None:
@@ -236,7 +223,7 @@ class UpdateStream:
     def fail(self, error: e.WeightplaneError) -> None:
         """Ends it with an answer."""
         if not self._ended:
-            self.life.world.witness.refused(error)
+            self._around.witness.refused(error)
             self.stream.refuse(error)
             self._end(str(error), error.reason)
 
@@ -244,15 +231,15 @@ class UpdateStream:
         if self._ended or self.life.over:
             return
         self._ended = True
-        self.life.streams.pop(self.number, None)
+        self._over(self.number)
         self.life.apply(ee.StreamEnded(self.number, cause, reason))
 
     def _watch_idle(self) -> None:
         life = self.life
         if self._ended:
             return
-        silent = life.world.kernel.now - self._heard_at
-        limit = life.world.settings.stream_idle
+        silent = self._around.kernel.now - self._heard_at
+        limit = self._around.settings.stream_idle
         update = life.core.update
         installing = self._busy or (update is not None and update.committed)
         if silent >= limit - 1e-6 and not installing:

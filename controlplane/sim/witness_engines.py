@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core.engine_state import EngineState, Held, HoldKind, Poisoned, Residency
@@ -11,11 +9,9 @@ from controlplane.core.engine_transitions import moves
 from controlplane.core.engine_update import Update
 from controlplane.core.names import TRAINERS
 from controlplane.core.versions import FROZEN, NO_TURN, WeightVersion
+from controlplane.sim.life import Life
 from controlplane.sim.settings import digest_of
 from controlplane.sim.witness_base import Truth
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Life
 
 
 class EngineWitness(Truth):
@@ -154,7 +150,7 @@ class EngineWitness(Truth):
     def _check_stream(self, life: Life, event: ee.Event, update: Update) -> None:
         """A streaming install begins: only by a chunk, and its writer was let go (INV-9)."""
         self.check(isinstance(event, ee.ChunkArrived), "INV-3", f"{type(event).__name__} began an install on {life}")
-        went_go = life.world.coordinator.ledger.kept.went_go
+        went_go = self.disk.kept.went_go
         good = update.update_id in went_go or self.ledger_restored
         self.check(good, "INV-9", f"{update.update_id} goes into {life} before go")
         self._check_writer(life, update.writer_term, by_coordinator=update.by_coordinator)

@@ -4,51 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.canary import AT_LEAST
 from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
-from controlplane.core.plan import EnginePlace, Plan, RankPlace
+from controlplane.core.plan import EnginePlace, Plan
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, Term, WeightVersion
-from controlplane.sim.witness_records import RecordWitness
-
-if TYPE_CHECKING:
-    from controlplane.sim.coordinator import Coordinator, FleetNews
-
+from controlplane.sim.news import FleetNews
+from controlplane.sim.witness_base import Watched
+from controlplane.sim.witness_records import Delivered, Lent, RecordWitness
 
 IN_THE_WEIGHTS = (Stage.INSTALLING, Stage.APPLIED, Stage.FAILED)
-
-
-@dataclass(frozen=True, slots=True)
-class Delivered:
-    """The last report of an engine that the coordinator took."""
-
-    session: int
-    place: EnginePlace
-    state: EngineState
-    gate_open: bool
-    at: float
-
-
-@dataclass(slots=True)
-class Lent:
-    """The last word of a trainer, whichever of the coordinator's lives it was said to."""
-
-    session: int
-    incarnation: str
-    ranks: tuple[RankPlace, ...]
-    holds: bool
-    at: float
 
 
 class FleetWitness(RecordWitness):
     """Nothing in a `FleetCore` is asked whether it is right; what it knows is compared with what was delivered."""
 
-    def fleet(self, coordinator: Coordinator, event: fe.Event, effects: list[fe.Effect]) -> None:
+    def fleet(self, coordinator: Watched, event: fe.Event, effects: list[fe.Effect]) -> None:
         """The coordinator decided `event`; nothing was told yet."""
         self.coverage.fleet_events[type(event).__name__] += 1
         core = coordinator.core
@@ -78,7 +53,7 @@ class FleetWitness(RecordWitness):
         """It stood still itself: what engines said meanwhile is still unread, so their silence does not count."""
         self.delivered = {i: replace(d, at=d.at + seconds) for i, d in self.delivered.items()}
 
-    def _note_hello(self, coordinator: Coordinator, event: fe.EngineConnected) -> None:
+    def _note_hello(self, coordinator: Watched, event: fe.EngineConnected) -> None:
         engine_id, record = event.place.engine_id, coordinator.core.engines.get(event.place.engine_id)
         if record is None or record.session != event.session:  # it obeys a later coordinator, and was sent away
             return
@@ -88,7 +63,7 @@ class FleetWitness(RecordWitness):
         self._note_drain(event.state)
         self._check_record(coordinator, engine_id)
 
-    def _note_report(self, coordinator: Coordinator, event: fe.EngineReported) -> None:
+    def _note_report(self, coordinator: Watched, event: fe.EngineReported) -> None:
         engine_id = event.state.engine_id
         last = self.delivered.get(engine_id)
         record = coordinator.core.engines.get(engine_id)
@@ -106,7 +81,7 @@ class FleetWitness(RecordWitness):
             for update_id in self.drained.keys() - {inside}:
                 self.drained[update_id].add(state.engine_id)
 
-    def _check_record(self, coordinator: Coordinator, engine_id: EngineId) -> None:
+    def _check_record(self, coordinator: Watched, engine_id: EngineId) -> None:
         """INV-8: what is known is what that incarnation said, and silence is UNKNOWN."""
         record, last = coordinator.core.engines[engine_id], self.delivered[engine_id]
         self.check(record.state == last.state, "INV-8", f"{engine_id} never said {record.state}")
@@ -125,17 +100,17 @@ class FleetWitness(RecordWitness):
         for a in plan.assignments:
             self.coverage.ways[a.transport] += 1
 
-    def gives_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
+    def gives_route(self, coordinator: Watched, engine_id: EngineId) -> None:
         """To a client: by what is on the disk."""
         self._check_route(coordinator, engine_id)
 
-    def _may_serve(self, coordinator: Coordinator, engine_id: EngineId) -> tuple[WeightVersion, ...]:
+    def _may_serve(self, coordinator: Watched, engine_id: EngineId) -> tuple[WeightVersion, ...]:
         """By what is on the disk: what the fleet serves, or what that engine stays at."""
         kept, last = coordinator.ledger.kept, self.delivered[engine_id]
         stays = None if last.place.unit else kept.stays.get(engine_id)
         return kept.served.get(last.state.model, ()) if stays is None else (stays.version,)
 
-    def _check_route(self, coordinator: Coordinator, engine_id: EngineId) -> None:
+    def _check_route(self, coordinator: Watched, engine_id: EngineId) -> None:
         """INV-10: the engine, and its whole unit, serve one version."""
         core, served = coordinator.core, self._may_serve(coordinator, engine_id)
         if not core.routable(core.engines[engine_id]):
@@ -147,7 +122,7 @@ class FleetWitness(RecordWitness):
         missing = self._apart(coordinator, last.place, version, open_too=True)
         self.check(not missing, "INV-10" if not last.place.unit else "units", f"{engine_id} is routable: {missing}")
 
-    def _apart(self, coordinator: Coordinator, place: EnginePlace, version: WeightVersion, *, open_too: bool) -> str:
+    def _apart(self, coordinator: Watched, place: EnginePlace, version: WeightVersion, *, open_too: bool) -> str:
         """Who of an engine's unit does not hold that version with its gate open, by their last words; empty: nobody."""
         core = coordinator.core
         if place.unit:
@@ -181,7 +156,7 @@ class FleetWitness(RecordWitness):
         if lent is not None and lent.session == event.session:
             lent.holds, lent.at = event.holds_devices, self._kernel.now
 
-    def carries(self, coordinator: Coordinator, carry: fe.Carry) -> None:
+    def carries(self, coordinator: Watched, carry: fe.Carry) -> None:
         """It begins now. INV-7: a catch-up brings what is served; devices that are lent are nobody else's."""
         last, model = self.delivered[carry.engine.engine_id], carry.checkpoint.model
         kept, core = coordinator.ledger.kept, coordinator.core
@@ -201,18 +176,18 @@ class FleetWitness(RecordWitness):
 
     # ---- decisions ----
 
-    def holders(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]:
+    def holders(self, coordinator: Watched, update: UpdateTransaction) -> set[EngineId]:
         """Engines of an update that hold its version, by their last words, and are not known to be gone."""
         return {o.engine_id for o in update.outcomes.values() if self._holds_it(coordinator, o.engine_id, update)}
 
-    def _holds_it(self, coordinator: Coordinator, engine_id: EngineId, update: UpdateTransaction) -> bool:
+    def _holds_it(self, coordinator: Watched, engine_id: EngineId, update: UpdateTransaction) -> bool:
         last, record = self.delivered.get(engine_id), coordinator.core.engines.get(engine_id)
         if last is None or record is None or last.state.incarnation != update.outcomes[engine_id].incarnation:
             return False
         alive = record.session is not None or self._kernel.now - last.at <= self._ttl + 1e-6
         return alive and last.state.applied == update.version
 
-    def contradicted(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]:
+    def contradicted(self, coordinator: Watched, update: UpdateTransaction) -> set[EngineId]:
         """Of at least three engines that hold its bytes, those that most of them contradict; all here are alike."""
         there = {i: d.state for i, d in self.delivered.items() if self._heard(coordinator, i)}
         said = {
@@ -225,13 +200,13 @@ class FleetWitness(RecordWitness):
         most, count = Counter(said.values()).most_common(1)[0]
         return {i for i, word in said.items() if word != most} if 2 * count > len(said) else set()
 
-    def _heard(self, coordinator: Coordinator, engine_id: EngineId) -> bool:
+    def _heard(self, coordinator: Watched, engine_id: EngineId) -> bool:
         record = coordinator.core.engines.get(engine_id)
         return record is not None and record.session is not None
 
     # ---- what the coordinator tells (INV-9: it is on the disk before) ----
 
-    def told_state(self, coordinator: Coordinator, session: int, news: FleetNews) -> None:
+    def told_state(self, coordinator: Watched, session: int, news: FleetNews) -> None:
         kept = coordinator.ledger.kept
         engine_id = self.engine_of.get(session)
         own = self.delivered.get(engine_id) if engine_id is not None else None
@@ -249,17 +224,17 @@ class FleetWitness(RecordWitness):
                 self.check(told == whole, "INV-9", f"{told} is told, {on_disk} is on disk")
             self.check(model.term == kept.terms.get(model.name, 0), "INV-9", f"term {model.term} is told, not written")
 
-    def told_term(self, coordinator: Coordinator, session: int, term: Term) -> None:
+    def told_term(self, coordinator: Watched, session: int, term: Term) -> None:
         model = self.model_of[session]
         self.check(coordinator.ledger.kept.terms.get(model) == term, "INV-9", f"term {term} is told and not on disk")
 
-    def told_plan(self, coordinator: Coordinator, request_id: str, update: UpdateTransaction) -> None:
+    def told_plan(self, coordinator: Watched, request_id: str, update: UpdateTransaction) -> None:
         kept = coordinator.ledger.kept
         self.check(update.update_id in kept.began, "INV-9", f"{update.update_id} is told and not on disk")
         given = self.answers.get(request_id)
         self.check(given == update.version, "requests", f"{request_id} was given {given}, told is {update.version}")
 
-    def told_phase(self, coordinator: Coordinator, update_id: str, phase: Phase) -> None:
+    def told_phase(self, coordinator: Watched, update_id: str, phase: Phase) -> None:
         kept = coordinator.ledger.kept
         if phase is Phase.GO:
             self.check(update_id in kept.went_go, "INV-9", f"go of {update_id} is told and not on disk")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from controlplane.core.engine_state import Stage
+from controlplane.core.engine_state import EngineState, Stage
 from controlplane.core.fleet_records import (
     CheckpointGone,
     CheckpointKept,
@@ -19,22 +19,41 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.plan import EnginePlace, RankPlace
+from controlplane.core.update_transaction import Outcome, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import FROZEN, EngineId, ModelName, Term, UpdateId, WeightVersion
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.kernel import Kernel
-from controlplane.sim.witness_base import Truth
+from controlplane.sim.witness_base import Truth, Watched
 
-if TYPE_CHECKING:
-    from controlplane.sim.coordinator import Coordinator
-    from controlplane.sim.witness_fleet import Delivered, Lent
+
+@dataclass(frozen=True, slots=True)
+class Delivered:
+    """The last report of an engine that the coordinator took."""
+
+    session: int
+    place: EnginePlace
+    state: EngineState
+    gate_open: bool
+    at: float
+
+
+@dataclass(slots=True)
+class Lent:
+    """The last word of a trainer, whichever of the coordinator's lives it was said to."""
+
+    session: int
+    incarnation: str
+    ranks: tuple[RankPlace, ...]
+    holds: bool
+    at: float
 
 
 class RecordWitness(Truth):
     """Numbers and terms only grow, and decisions rest on what engines said."""
 
-    def __init__(self, kernel: Kernel, coverage: Coverage, lease_ttl: float) -> None:
-        super().__init__(kernel, coverage, lease_ttl)
+    def __init__(self, kernel: Kernel, coverage: Coverage, lease_ttl: float, policy: UpdatePolicy) -> None:
+        super().__init__(kernel, coverage, lease_ttl, policy)
         self.delivered: dict[EngineId, Delivered] = {}
         self.engine_of: dict[int, EngineId] = {}
         """By session, of the present coordinator."""
@@ -56,28 +75,28 @@ class RecordWitness(Truth):
         """Who said that it drains, with nothing of the update in it."""
 
     @abstractmethod
-    def holders(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
+    def holders(self, coordinator: Watched, update: UpdateTransaction) -> set[EngineId]: ...
 
     @abstractmethod
-    def contradicted(self, coordinator: Coordinator, update: UpdateTransaction) -> set[EngineId]: ...
+    def contradicted(self, coordinator: Watched, update: UpdateTransaction) -> set[EngineId]: ...
 
-    def ledger_put_back(self, coordinator: Coordinator) -> None:
+    def ledger_put_back(self, coordinator: Watched) -> None:
         """An older copy: what was decided since is open again."""
         self.ledger_restored = True
         decided = coordinator.ledger.kept.decided
         self.answers.clear()
         self._phases = {u: p for u, p in self._phases.items() if u in decided or not p.final}
 
-    def coordinator_began(self, coordinator: Coordinator, term: Term) -> None:
+    def coordinator_began(self, coordinator: Watched, term: Term) -> None:
         self.check(term > self._highest_coordinator or self.ledger_restored, "INV-7", f"coordinator term {term} again")
         self._highest_coordinator = max(term, self._highest_coordinator)
-        self.began_at = self._kernel.now
+        self.disk, self.began_at = coordinator.ledger, self._kernel.now
         self.engine_of.clear()
         self.model_of.clear()
 
     # ---- before it is written ----
 
-    def check_record_to_write(self, coordinator: Coordinator, record: Record) -> None:
+    def check_record_to_write(self, coordinator: Watched, record: Record) -> None:
         match record:
             case TermGiven():
                 fresh = record.term > self._highest_terms.get(record.model, Term(0)) or self.ledger_restored
@@ -106,11 +125,11 @@ class RecordWitness(Truth):
                 known = self.truth.get((record.model, record.version))
                 self.check(record.content_digest == known, "keeps", f"{record} is not what was written")
             case FloorRaised():
-                self._check_floor(coordinator, record)
+                self._check_floor(record)
             case _:
                 pass
 
-    def _check_began(self, coordinator: Coordinator, record: UpdateBegan) -> None:
+    def _check_began(self, coordinator: Watched, record: UpdateBegan) -> None:
         stays = coordinator.ledger.kept.stays
         wrong = [a.engine_id for a in record.engines if a.engine_id in stays and not a.unit]
         self.check(not wrong, "keeps", f"{record.update_id} goes to {wrong}, which stay at a version")
@@ -126,23 +145,23 @@ class RecordWitness(Truth):
         given = self.answers.get(record.request_id)
         self.check(given is None, "requests", f"{record.request_id} was given {given}, and gets {record.version}")
 
-    def _check_floor(self, coordinator: Coordinator, record: FloorRaised) -> None:
+    def _check_floor(self, record: FloorRaised) -> None:
         """Nothing that any agent remembers is ever given again."""
         terms = dict(record.terms)
-        for agent in coordinator.world.agents.values():
+        for agent in self._agents:
             number, model = agent.disk.synced.number, agent.spec.name
             good = record.number >= number and terms.get(model, 0) >= agent.seen_term
             good = good and record.coordinator_term > agent.seen_coordinator_term
             self.check(good, "INV-7", f"{record} is below what {agent.name} saw: {agent.disk.synced}")
 
-    def _check_rolled(self, coordinator: Coordinator, update: UpdateTransaction, record: UpdateRolled) -> None:
+    def _check_rolled(self, coordinator: Watched, update: UpdateTransaction, record: UpdateRolled) -> None:
         before = coordinator.ledger.kept.served.get(record.model, ())
         only = set(record.served) <= {*before[-1:], update.version} and update.version in record.served
         self.check(only, "INV-9", f"{record.update_id} rolls from {before} to {record.served}")
         holders = self.holders(coordinator, update)
         self.check(bool(holders), "INV-9", f"{record.update_id} rolls, and no live engine applied it")
 
-    def _check_decision(self, coordinator: Coordinator, update: UpdateTransaction, record: UpdateDecided) -> None:
+    def _check_decision(self, coordinator: Watched, update: UpdateTransaction, record: UpdateDecided) -> None:
         """INV-9: by the reports of incarnations alive now, at least one; unless its version is served already."""
         rolled = record.update_id in coordinator.ledger.kept.rolled
         for outcome in record.outcomes:
@@ -160,16 +179,16 @@ class RecordWitness(Truth):
         trusted = {o.engine_id for o in record.outcomes if o.applied} & self.contradicted(coordinator, update)
         self.check(not trusted, "doubts", f"{record.update_id} counts {trusted}, whom equal engines contradict")
         if record.phase is Phase.COMMITTED:
-            self._check_enough(coordinator, update)
+            self._check_enough(update)
 
-    def _check_enough(self, coordinator: Coordinator, update: UpdateTransaction) -> None:
+    def _check_enough(self, update: UpdateTransaction) -> None:
         """Whole units for the quorum, and of each of the model's groups what the policy wants."""
         self._check_left(update)
-        policy, units = coordinator.world.policy, _units(update.required)
+        policy, units = self._policy, _units(update.required)
         said = sum(all(o.stage is Stage.APPLIED for o in unit) for unit in units)
         needed = policy.needed(len(units))
         self.check(said >= needed, "INV-9", f"{update.update_id} is committed by {said} of {needed}")
-        seats = [a.seat for a in coordinator.world.teams[update.model].agents.values()]
+        seats = [a.seat for a in self._agents if a.spec.name == update.model]
         for group in policy.min_engines.keys() & {s.group for s in seats}:
             count = sum(o.stage is Stage.APPLIED and o.group == group for o in update.outcomes.values())
             wanted = policy.min_engines[group]
@@ -186,7 +205,7 @@ class RecordWitness(Truth):
 
     # ---- once it is on the disk ----
 
-    def saved(self, coordinator: Coordinator, record: Record) -> None:
+    def saved(self, coordinator: Watched, record: Record) -> None:
         """What was not synced before a crash was never given."""
         match record:
             case TermGiven():

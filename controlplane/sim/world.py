@@ -7,6 +7,7 @@ from collections.abc import Callable
 from controlplane.core.update_transaction import UpdatePolicy
 from controlplane.core.versions import ModelName
 from controlplane.sim.agent import Agent
+from controlplane.sim.cast import Cast
 from controlplane.sim.clients import Client
 from controlplane.sim.coordinator import Coordinator
 from controlplane.sim.coverage import Coverage
@@ -16,22 +17,17 @@ from controlplane.sim.people import People
 from controlplane.sim.rogue import Rogue
 from controlplane.sim.settings import MODELS, POLICIES, POLICY, SimSettings
 from controlplane.sim.shelf import Shelf
+from controlplane.sim.supervisor import Supervisor
+from controlplane.sim.surroundings import Surroundings
 from controlplane.sim.team import Team
 from controlplane.sim.trainer import Trainer
+from controlplane.sim.troubles import Troubles
 from controlplane.sim.witness import Violation, Witness
 
-RESTART_SECONDS = (0.1, 3.0)
 LOOK_SECONDS = 0.1
 """How often it is looked whether all is well."""
 UNITS_CHANCE = 0.3
 LENDS_CHANCE = 0.4
-
-
-class Supervisor(Process):
-    """Stands for launchers, networks and fate; never fails itself."""
-
-    def boot(self) -> None:
-        pass
 
 
 class World:
@@ -41,21 +37,32 @@ class World:
         self.seed = seed
         self.settings = settings or SimSettings()
         self.kernel = Kernel(seed)
-        self.policy = self._chosen(self.settings)
         self.coverage = Coverage()
-        self.witness = Witness(self.kernel, self.coverage, self.settings.lease_ttl)
-        self.faults = Faults(self)
         self.supervisor = Supervisor(self.kernel, "supervisor")
+        self.faults = Faults(self.kernel, self.settings, self.coverage, self.supervisor)
         self.shelf = Shelf()
-        self.launches = True
-        """Trainers that die are started again."""
-        self._content = 1000
-        self.coordinator = Coordinator(self)
+        self.policy = self._chosen(self.settings)
+        self.witness = Witness(self.kernel, self.coverage, self.settings.lease_ttl, self.policy)
+        self.around = Surroundings(
+            self.kernel,
+            self.settings,
+            self.policy,
+            self.coverage,
+            self.witness,
+            self.supervisor,
+            self.faults,
+            self.shelf,
+        )
+        self.agents: dict[str, Agent] = {}
+        self.coordinator = Coordinator(self.around, self.agents)
         self.teams = {name: self._team(name, count) for name, count in self.settings.fleet().items()}
-        self.agents: dict[str, Agent] = {n: a for team in self.teams.values() for n, a in team.agents.items()}
-        self.clients = [Client(self, f"client{i}") for i in range(self.settings.clients)]
-        self.people = People(self)
-        self.rogue = Rogue(self)
+        self.agents |= {n: a for team in self.teams.values() for n, a in team.agents.items()}
+        self._cast = Cast(self.coordinator, self.teams, self.agents)
+        names = [f"client{i}" for i in range(self.settings.clients)]
+        self.clients = [Client(self.kernel, name, self.coordinator, self.agents) for name in names]
+        self.people = People(self.around, self._cast)
+        self.rogue = Rogue(self.around, self._cast)
+        self.troubles = Troubles(self.around, self._cast, self.people, self.rogue)
 
     def _chosen(self, settings: SimSettings) -> UpdatePolicy:
         enough = [p for p in POLICIES if len(p.min_engines) <= settings.fleet().get(POLICY, 0)]
@@ -69,7 +76,15 @@ class World:
         lends = lends if self.settings.lends is None else self.settings.lends
         streaming = self._streaming(count)
         trained = not spec.frozen
-        team = Team(self, spec, count, units=units and trained, lends=lends and trained, streaming=streaming * trained)
+        team = Team(
+            self.around,
+            self.coordinator,
+            spec,
+            count,
+            units=units and trained,
+            lends=lends and trained,
+            streaming=streaming * trained,
+        )
         for agent in team.agents.values():
             self.witness.met(agent)
         return team
@@ -87,7 +102,7 @@ class World:
         self.people.start()
         self.rogue.start()
         for process in (self.coordinator, *self.agents.values()):
-            process.on_death = lambda process=process: self.restart(process)  # type: ignore[misc]
+            process.on_death = lambda process=process: self.supervisor.restart(process)  # type: ignore[misc]
             process.start()
         for client in self.clients:
             client.start()
@@ -98,20 +113,11 @@ class World:
     @property
     def trainers(self) -> list[Trainer]:
         """Those that were not fenced."""
-        return [t for team in self.teams.values() for t in team.trainers]
+        return self._cast.trainers
 
     def processes(self) -> list[Process]:
         """Those that faults may meet."""
-        return [self.coordinator, *self.agents.values(), *self.trainers]
-
-    def next_content(self) -> int:
-        """Weights that no version had before."""
-        self._content += 1
-        return self._content
-
-    def restart(self, process: Process) -> None:
-        """What launchers do."""
-        self.supervisor.after(self.kernel.rng.uniform(*RESTART_SECONDS), process.start)
+        return self._cast.processes()
 
     # ---- running ----
 
@@ -132,7 +138,7 @@ class World:
     def settle(self) -> None:
         """Faults stop; then every engine serves what it is to serve, within the limit: a version that was committed
         since, or the one that it stays at. Then those are released, and serve such a version too."""
-        self.faults.stop()
+        self.troubles.stop()
         if self.coordinator.ledger.kept.stays:
             self._settle()
         self.people.releases = True

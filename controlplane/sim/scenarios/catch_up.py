@@ -20,6 +20,7 @@ from controlplane.sim.scenarios.stage import (
     scenario,
     serve,
     served,
+    shipped,
     team,
     trainer,
     until_quiet,
@@ -220,10 +221,9 @@ def a_trainer_dies_before_it_tells_of_its_checkpoint(world: World) -> None:
     """A directory that nobody was told of is nobody's: no engine is ever sent there."""
     serve(world)
     rest(world)
-    mine, push = trainer(world), trainer(world).push
+    mine = trainer(world)
     world.faults.arm("trainer.before_publish", mine.name)
-    assert push is not None
-    mine.publisher.write(push, surely=True)
+    mine.publisher.write(shipped(mine), surely=True)
     world.run_until(lambda: not mine.up, 5.0, "it dies", look_seconds=0.0)
     expect(world, bool(world.shelf.names()), "it lies there")
     expect(world, not world.coordinator.core.model(POLICY).checkpoints, "and nobody knows")
@@ -252,7 +252,7 @@ def _carried(world: World, name: str) -> bool:
 
 def _another_trainer_takes_over_and_is_gone(world: World) -> None:
     """The first is fenced, the second never pushes, and nobody starts either again."""
-    world.launches = False
+    world.supervisor.launches = False
     second = team(world).new_trainer(takeover=True)
     first = trainer(world)
     world.run_until(lambda: first.fenced and second.term > first.term, 10.0, "the first is fenced")
@@ -260,6 +260,6 @@ def _another_trainer_takes_over_and_is_gone(world: World) -> None:
 
 
 def _it_comes_back(world: World) -> None:
-    world.launches = True
+    world.supervisor.launches = True
     go_on(world)
     trainer(world).start()

@@ -27,8 +27,8 @@ def _dies_at(world: World, point: str, action: str) -> None:
 def _do_everything(world: World) -> None:
     """Every few seconds: a checkpoint, a sleep, an engine that starts anew while nobody pushes."""
     writer, push = trainer(world), trainer(world).push
-    if writer.up and push is not None and push.over:
-        writer.publisher.write(push, surely=True)
+    if writer.up and push is not None and push.over and push.shipment is not None:
+        writer.publisher.write(push.shipment, surely=True)
     agent = world.agents["e1"]
     if agent.up and agent.present.running:
         world.people.sleep(agent)

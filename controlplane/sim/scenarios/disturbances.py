@@ -8,7 +8,7 @@ from functools import partial
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.engine_state import Activity, HoldKind
-from controlplane.sim.agent import Life
+from controlplane.sim.agent import EngineLife
 from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (
     ALL,
@@ -25,18 +25,18 @@ from controlplane.sim.scenarios.stage import (
 )
 from controlplane.sim.world import World
 
-Disturbance = Callable[[World, Life], None]
+Disturbance = Callable[[World, EngineLife], None]
 
 
-def _dies(world: World, one: Life) -> None:
+def _dies(world: World, one: EngineLife) -> None:
     one.die("killed")
 
 
-def _drains(world: World, one: Life) -> None:
+def _drains(world: World, one: EngineLife) -> None:
     one.hold(HoldKind.DRAINING, "ann", present=True)
 
 
-def _sleeps(world: World, one: Life) -> None:
+def _sleeps(world: World, one: EngineLife) -> None:
     event = ee.SleepRequested("ann", 2)
     if one.core.state.installing:  # an install is never cut
         refuses(world, e.UpdateInProgress, lambda: one.work.sleep(event, nothing))
@@ -44,7 +44,7 @@ def _sleeps(world: World, one: Life) -> None:
         one.work.sleep(event, nothing)
 
 
-def _is_at(activity: Activity, world: World) -> Life:
+def _is_at(activity: Activity, world: World) -> EngineLife:
     """e1, at that stage of an update; where it must wait for others they are slow."""
     serve(world)
     slow = "e0" if activity is Activity.READY else "e1"

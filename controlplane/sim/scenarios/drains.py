@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from controlplane.core.engine_state import HoldKind
 from controlplane.core.update_transaction import Phase
 from controlplane.sim.scenarios.stage import (
@@ -18,9 +16,6 @@ from controlplane.sim.scenarios.stage import (
 )
 from controlplane.sim.settings import POLICY
 from controlplane.sim.world import World
-
-if TYPE_CHECKING:
-    pass
 
 
 @scenario()

@@ -8,7 +8,7 @@ from controlplane.core.engine_state import Poisoned
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, ModelName
-from controlplane.sim.agent import Life
+from controlplane.sim.agent import EngineLife
 from controlplane.sim.scenarios.stage import (
     checkpoint,
     decided,
@@ -38,7 +38,7 @@ def _release(world: World, name: str) -> None:
     world.coordinator.handle(fe.ReleaseRequested(world.settings.run_id, EngineId(name)))
 
 
-def _stays(world: World, name: str = "e2") -> tuple[Life, CheckpointKept]:
+def _stays(world: World, name: str = "e2") -> tuple[EngineLife, CheckpointKept]:
     """That engine at what is served and lies in a checkpoint. Trainers rest."""
     serve(world)
     kept = checkpoint(world)

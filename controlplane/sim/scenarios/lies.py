@@ -5,7 +5,7 @@ from __future__ import annotations
 from controlplane.core.engine_state import Held
 from controlplane.core.errors import error_classes
 from controlplane.core.versions import WeightVersion
-from controlplane.sim.agent import Life
+from controlplane.sim.agent import EngineLife
 from controlplane.sim.lies import lies
 from controlplane.sim.scenarios.stage import checkpoint, expect, go_on, life, rest, scenario, serve, team
 from controlplane.sim.settings import CRITIC, POLICY, REFERENCE
@@ -50,9 +50,9 @@ def every_lie_to_an_engine_with_a_draft_is_refused(world: World) -> None:
     world.settle()
 
 
-def _tell(world: World, one: Life, version: WeightVersion, name: str) -> None:
+def _tell(world: World, one: EngineLife, version: WeightVersion, name: str) -> None:
     made = one.streams_made
-    world.rogue.lie(one.agent, version, lies(one, version)[name])
+    world.rogue.lie(world.agents[one.agent.name], version, lies(one, version)[name])
     world.run_until(lambda: one.streams_made > made and not one.streams, 25.0, f"{name} is told", look_seconds=0.0)
 
 

@@ -92,7 +92,7 @@ def a_member_of_a_unit_dies_and_the_other_serves_nothing(world: World) -> None:
 def a_frozen_models_engine_with_other_weights_is_refused(world: World) -> None:
     """The first says what the model is; one that loaded something else is nobody's, until it loads the same."""
     odd = world.agents["re1"]
-    right, odd.content = odd.content, world.next_content()
+    right, odd.content = odd.content, world.around.next_content()
     world.start()
     world.run_until(lambda: life(world, "re0").open or life(world, "re1").open, 20.0, "one serves")
     pass_time(world, 5.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from controlplane.core.engine_state import HoldKind
 from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.core.update_transaction import Phase
-from controlplane.sim.agent import Life
+from controlplane.sim.agent import EngineLife
 from controlplane.sim.scenarios.stage import (
     expect,
     go_on,
@@ -22,7 +22,7 @@ from controlplane.sim.world import World
 WAITS = PausePolicy(PauseMode.WAIT, wait_seconds=4.0)
 
 
-def _with_requests(world: World) -> Life:
+def _with_requests(world: World) -> EngineLife:
     """An engine that has some to finish. Trainers rest."""
     serve(world)
     rest(world)
@@ -37,10 +37,10 @@ def a_pause_lets_requests_finish_and_then_holds(world: World) -> None:
     one = _with_requests(world)
     one.work.pause("ann", WAITS, nothing)
     expect(world, one.core.state.held_by(HoldKind.FINISHING) == "ann", "requests are waited for")
-    expect(world, not one.core.gate_open and one.work.scheduler_runs, "who is in goes on")
+    expect(world, not one.core.gate_open and one.work.scheduler.runs, "who is in goes on")
     world.run_until(lambda: one.core.state.held_by(HoldKind.OPERATOR) == "ann", 6.0, "it is held", look_seconds=0.0)
     expect(world, not one.requests.some, "nobody was cut")
-    world.run_until(lambda: not one.work.scheduler_runs, 3.0, "it stands still")
+    world.run_until(lambda: not one.work.scheduler.runs, 3.0, "it stands still")
     one.hold(HoldKind.OPERATOR, "ann", present=False)
     world.run_until(lambda: one.open, 3.0, "it serves again")
     go_on(world)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.engine_state import HoldKind, Poisoned, Residency, Stage, WeightsKind
 from controlplane.core.names import trainer_owner
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import DeviceTurn
+from controlplane.sim.agent import Agent
 from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (
     checkpoint,
@@ -29,9 +28,6 @@ from controlplane.sim.scenarios.stage import (
     trainer,
 )
 from controlplane.sim.world import World
-
-if TYPE_CHECKING:
-    from controlplane.sim.agent import Agent
 
 
 @scenario()

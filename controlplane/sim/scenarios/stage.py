@@ -9,9 +9,10 @@ from controlplane.core import errors as e
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import ModelName, WeightVersion
-from controlplane.sim.agent import Life
+from controlplane.sim.agent import EngineLife
 from controlplane.sim.push import Push
 from controlplane.sim.settings import POLICY, SimSettings
+from controlplane.sim.shipment import Shipment
 from controlplane.sim.team import Team
 from controlplane.sim.trainer import Trainer
 from controlplane.sim.world import World
@@ -76,7 +77,7 @@ def trainer(world: World) -> Trainer:
     return team(world).trainers[0]
 
 
-def life(world: World, name: str) -> Life:
+def life(world: World, name: str) -> EngineLife:
     return world.agents[name].present
 
 
@@ -118,14 +119,19 @@ def go_on(world: World) -> None:
         one.rests = False
 
 
+def shipped(mine: Trainer) -> Shipment:
+    """What its latest push brought."""
+    assert mine.push is not None
+    assert mine.push.shipment is not None
+    return mine.push.shipment
+
+
 def checkpoint(world: World) -> CheckpointKept:
     """What is served lies in a checkpoint. Trainers rest."""
     rest(world)
-    mine, push = trainer(world), trainer(world).push
-    assert push is not None
-    assert push.begun is not None
-    number = push.begun.version.number
-    mine.publisher.write(push, surely=True)
+    shipment = shipped(trainer(world))
+    number = shipment.begun.version.number
+    trainer(world).publisher.write(shipment, surely=True)
     known = world.coordinator.core.model(POLICY).checkpoints
     world.run_until(lambda: number in known, 10.0, "the checkpoint is known")
     return known[number]
@@ -157,7 +163,8 @@ def next_push(world: World, what: Callable[[Push], bool]) -> Push:
 
     def it_is_so() -> bool:
         push = mine.push
-        return push is not None and push.begun is not None and push.begun.update_id == update.update_id and what(push)
+        its_own = push is not None and push.shipment is not None and push.shipment.begun.update_id == update.update_id
+        return push is not None and its_own and what(push)
 
     world.run_until(it_is_so, 10.0, "the push is so far", look_seconds=0.0)
     assert mine.push is not None

@@ -10,7 +10,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Activity, HoldKind, Poisoned
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import Term
-from controlplane.sim.agent import Life
+from controlplane.sim.agent import EngineLife
 from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (
     ALL,
@@ -35,7 +35,7 @@ from controlplane.sim.world import World
 BOUND_SECONDS = 30.0
 
 
-def _streams(world: World, name: str) -> tuple[UpdateTransaction, Life]:
+def _streams(world: World, name: str) -> tuple[UpdateTransaction, EngineLife]:
     """The next update, when that engine has some of it in its weights and waits for more."""
     world.faults.slow_checks(name, 0.5)
     update, one = next_update(world), life(world, name)
@@ -50,7 +50,7 @@ def _streams(world: World, name: str) -> tuple[UpdateTransaction, Life]:
     return update, one
 
 
-def _is_poisoned(world: World, one: Life) -> None:
+def _is_poisoned(world: World, one: EngineLife) -> None:
     """INV-4: at once or in a moment, and shut until the next push heals it."""
     expect(world, one.core.state.applied is None and not one.core.gate_open, "it claims nothing")
     world.run_until(lambda: isinstance(one.core.state.weights, Poisoned), 5.0, "it is poisoned", look_seconds=0.0)
@@ -209,23 +209,23 @@ def a_streaming_engine_that_joins_a_run_of_fast_steps(world: World) -> None:
     world.settle()
 
 
-def _holds(world: World, one: Life) -> None:
+def _holds(world: World, one: EngineLife) -> None:
     one.hold(HoldKind.OPERATOR, "ann", present=True)
 
 
-def _drains(world: World, one: Life) -> None:
+def _drains(world: World, one: EngineLife) -> None:
     one.hold(HoldKind.DRAINING, "ann", present=True)
 
 
-def _sleeps(world: World, one: Life) -> None:
+def _sleeps(world: World, one: EngineLife) -> None:
     refuses(world, e.UpdateInProgress, lambda: one.work.sleep(ee.SleepRequested("ann", 2), nothing))
 
 
-def _disagrees(world: World, one: Life) -> None:
+def _disagrees(world: World, one: EngineLife) -> None:
     one.requests.disagree()
 
 
-def _goes_on(world: World, disturb: Callable[[World, Life], None]) -> None:
+def _goes_on(world: World, disturb: Callable[[World, EngineLife], None]) -> None:
     """An install is never cut by anybody but its writer: it ends applied."""
     serve(world)
     update, one = _streams(world, "e1")

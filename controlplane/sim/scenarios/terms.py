@@ -46,11 +46,11 @@ def a_second_trainer_without_takeover_waits(world: World) -> None:
     first, second = trainer(world), team(world).new_trainer()
     world.run_until(lambda: world.coverage.reasons["LEASE_HELD"] > 0, 10.0, "it is told who holds the lease")
     expect(world, not second.term, "it has no term")
-    world.launches = False
+    world.supervisor.launches = False
     first.crash()
     world.run_until(lambda: second.pushed > 0, 20.0, "it pushes")
     expect(world, second.term > first.term, f"{second.term} follows {first.term}")
-    world.launches = True
+    world.supervisor.launches = True
     first.start()
     world.settle()
 
