@@ -7,6 +7,6 @@ Each file knows only those before it: `kernel`, `engine` and `disks`; `life`, wh
 `faults`; `surroundings`, which every process is given; the parts of an agent up to `agent`; `coordinator`; the parts of
 a trainer up to `trainer` and `team`; `cast`, and who meets all of it: `clients`, `people`, `rogue`, `troubles`.
 
-To be changed here: faults and troubles, scenarios, rules of the witness. Not here: a decision. Whatever an engine or the
+To be changed here: faults and troubles, scenarios, rules of the witness. Not here: a decision. What an engine or the
 fleet decides is the cores' own, and the witness compares it with what it saw itself, never with what a core says of it.
 """
