@@ -28,7 +28,7 @@ from controlplane.core.errors import InvalidRequest, LedgerError
 from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.rates import DEFAULT_RATES, RateSettings
-from controlplane.core.update_transaction import Mode, UpdatePolicy
+from controlplane.core.update_policy import Mode, UpdatePolicy
 from controlplane.core.versions import RunId
 from controlplane.exit_codes import ExitCode
 from controlplane.ledger import SqliteLedger

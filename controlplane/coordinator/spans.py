@@ -9,7 +9,8 @@ from controlplane import tracing
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.fleet_events import Carry
 from controlplane.core.traces import SEND, UPDATE, SpanEvent, SpanRecord, SpanRef, Value, update_span
-from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 
 NOT_COMMITTED = "UPDATE_FAILED"
 

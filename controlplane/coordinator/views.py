@@ -16,7 +16,8 @@ from controlplane.core.fleet_records import CheckpointKept, EngineRecord, Traine
 from controlplane.core.kept_stacks import Kept
 from controlplane.core.names import natural_key
 from controlplane.core.plan_costs import SenderCost, engine_costs, sender_costs
-from controlplane.core.update_transaction import Outcome, Phase, Times, UpdateTransaction
+from controlplane.core.update_outcomes import Outcome, Times
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, UpdateId
 from controlplane.rpc.codec import commit_to_proto, engine_ref, version_to_proto
 from controlplane.rpc.engine_codec import (

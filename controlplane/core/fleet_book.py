@@ -24,7 +24,8 @@ from controlplane.core.fleet_records import (
 )
 from controlplane.core.names import trainer_owner
 from controlplane.core.plan import LinkFate, Transport
-from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
+from controlplane.core.update_policy import UpdatePolicy
+from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import NO_TERM, EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 
 MAX_UPDATES_KEPT = 64

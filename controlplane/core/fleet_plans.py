@@ -15,7 +15,7 @@ from controlplane.core.layout import TAKES_FORMAT
 from controlplane.core.names import natural_key
 from controlplane.core.plan import LinkFate, Load, Plan, RankPlace, Transport
 from controlplane.core.planner import Way, Ways, devices_of, make_plan, misfit
-from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.versions import EngineId, ModelName
 
 

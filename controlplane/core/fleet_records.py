@@ -11,7 +11,8 @@ from controlplane.core.engine_state import EngineState, HoldKind, Life, Refusal,
 from controlplane.core.lag import Commits
 from controlplane.core.plan import HOST_MEMORY, EnginePlace, Load, RankPlace, Transport
 from controlplane.core.planner import Way
-from controlplane.core.update_transaction import Outcome, Phase
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import (
     FROZEN,
     NO_TERM,

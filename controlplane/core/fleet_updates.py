@@ -33,7 +33,8 @@ from controlplane.core.fleet_records import (
 from controlplane.core.lag import FleetCommit
 from controlplane.core.plan import Apply, Plan
 from controlplane.core.planner import checkpoint_plan
-from controlplane.core.update_transaction import Outcome, Phase, UpdateTransaction
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
 
 MISSES_BEFORE_AWAITED = 2

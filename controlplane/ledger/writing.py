@@ -26,7 +26,7 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.update_transaction import Outcome
+from controlplane.core.update_outcomes import Outcome
 from controlplane.core.versions import FROZEN, ModelName, UpdateId, WeightVersion
 from controlplane.ledger.reading import coordinator_term, digests, floor_terms, next_number
 

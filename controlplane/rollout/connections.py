@@ -29,10 +29,9 @@ class Connections:
         self,
         tls: TlsSettings = PLAIN,
         options: Sequence[tuple[str, int]] = (),
-        linger_seconds: float = LINGER_SECONDS,
     ) -> None:
         """`options`: of its channels, beside the common ones."""
-        self._linger_seconds = linger_seconds
+        self._linger_seconds = LINGER_SECONDS
         self._last_wanted: dict[str, float] = {}
         """By endpoint: when it had a route or a user last; of those that have neither."""
         self._tls = tls
@@ -71,9 +70,6 @@ class Connections:
         self._users.clear()
         self._close_unwanted()
         await asyncio.gather(*self._closing)
-
-    def open_endpoints(self) -> set[str]:
-        return set(self._channels)
 
     def _close_unwanted(self) -> None:
         used = {endpoint for endpoint, count in self._users.items() if count > 0}

@@ -103,9 +103,6 @@ class RoutingTable:
         finally:
             self._in_flight[route.engine_id] -= 1
 
-    def in_flight(self, engine_id: EngineId) -> int:
-        return self._in_flight[engine_id]
-
     def newest_applied(self) -> WeightVersion | None:
         """The highest version on any route, for error texts."""
         applied = [r.applied for r in self.routes.routes if r.applied is not None] if self.routes else []

@@ -17,7 +17,7 @@ from controlplane.core.layout import (
     TensorSpec,
     content_digest,
 )
-from controlplane.core.update_transaction import Mode, UpdatePolicy
+from controlplane.core.update_policy import Mode, UpdatePolicy
 from controlplane.core.versions import ModelName, RunId
 
 RUN = RunId("sim")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.faults import Faults
 from controlplane.sim.kernel import Kernel

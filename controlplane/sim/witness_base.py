@@ -7,7 +7,7 @@ from typing import Protocol
 
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.fleet import FleetCore
-from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.versions import ModelName, WeightVersion
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.disks import LedgerDisk

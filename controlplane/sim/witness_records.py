@@ -20,7 +20,9 @@ from controlplane.core.fleet_records import (
     UpdateWentGo,
 )
 from controlplane.core.plan import EnginePlace, RankPlace
-from controlplane.core.update_transaction import Outcome, Phase, UpdatePolicy, UpdateTransaction
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_policy import UpdatePolicy
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import FROZEN, EngineId, ModelName, Term, UpdateId, WeightVersion
 from controlplane.sim.coverage import Coverage
 from controlplane.sim.kernel import Kernel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.versions import ModelName
 from controlplane.sim.agent import Agent
 from controlplane.sim.cast import Cast

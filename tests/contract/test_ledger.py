@@ -29,7 +29,8 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.update_transaction import Outcome, Phase
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import (
     FROZEN,
     EngineId,

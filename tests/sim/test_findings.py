@@ -23,7 +23,8 @@ from controlplane.core.fleet_records import (
     UpdateDecided,
 )
 from controlplane.core.plan import EnginePlace, RankPlace
-from controlplane.core.update_transaction import Phase, UpdatePolicy, UpdateTransaction
+from controlplane.core.update_policy import UpdatePolicy
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import (
     DeviceUuid,
     EngineId,

@@ -20,7 +20,8 @@ from controlplane.core.fleet_records import (
     UpdateWentGo,
 )
 from controlplane.core.plan import EnginePlace, LinkFate, RankPlace
-from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy, UpdateTransaction
+from controlplane.core.update_policy import Mode, UpdatePolicy
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import (
     DeviceUuid,
     EngineId,

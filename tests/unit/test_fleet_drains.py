@@ -7,7 +7,8 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Stage
-from controlplane.core.update_transaction import Phase, UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, UpdateId
 from tests.unit.test_fleet_catch_up import served
 from tests.unit.test_fleet_core import POLICY, RUN, Fleet

@@ -15,7 +15,7 @@ from controlplane.core.engine_state import Hold, HoldKind, Residency
 from controlplane.core.errors import FormatMismatch, InvalidRequest
 from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.plan import LinkFate, Load, RankPlace, Transport
-from controlplane.core.update_transaction import UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, ModelName, Rank, Term, TrainerId, UpdateId
 from tests.support.golden import assert_golden
 from tests.unit.test_engines_table import shown

@@ -22,7 +22,8 @@ from controlplane.core.fleet_records import (
     UpdateDecided,
     UpdateWentGo,
 )
-from controlplane.core.update_transaction import Outcome, Phase
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, TrainerId, UpdateId, WeightVersion
 from controlplane.ledger import SqliteLedger
 from controlplane.ledger.inspect import dump, verify

@@ -22,7 +22,8 @@ from controlplane.core.fleet_records import (
     UpdateRolled,
     UpdateWentGo,
 )
-from controlplane.core.update_transaction import Outcome, Phase
+from controlplane.core.update_outcomes import Outcome
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import (
     NO_TERM,
     EngineId,

@@ -423,7 +423,7 @@ async def test_channels_of_engines_that_had_no_route_for_a_while_are_closed(worl
         world.fleet.publish(await world.engine(f"engine-{life}", GOOD))
         await eventually(partial(_is_only_route, world, f"engine-{life}"))
         await world.generate()
-    assert len(world.client._connections.open_endpoints()) == 1
+    assert len(world.client._connections._channels) == 1
 
 
 async def test_an_engine_that_has_its_route_again_after_an_install_has_its_channel_still(world: World) -> None:
@@ -432,7 +432,7 @@ async def test_an_engine_that_has_its_route_again_after_an_install_has_its_chann
     engine = await world.engine("a", GOOD)
     world.fleet.publish(engine)
     await world.generate()
-    (endpoint,) = world.client._connections.open_endpoints()
+    (endpoint,) = world.client._connections._channels
     with world.client._connections.use(endpoint) as before:
         pass
     world.fleet.publish()

@@ -13,7 +13,8 @@ from controlplane.core.engine_state import Stage
 from controlplane.core.errors import LayoutInvalid
 from controlplane.core.plan import Plan
 from controlplane.core.traces import PUSH, UPDATE, update_span
-from controlplane.core.update_transaction import Outcome, Phase, Times, UpdateTransaction
+from controlplane.core.update_outcomes import Outcome, Times
+from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion
 from tests.support.otlp_collector import kept_spans
 from trainer_agent.agent.spans import trace_rank, traced

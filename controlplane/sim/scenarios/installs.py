@@ -6,7 +6,8 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core.canary import Verification
 from controlplane.core.engine_state import HoldKind, Poisoned
-from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy
+from controlplane.core.update_policy import Mode, UpdatePolicy
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import Incarnation
 from controlplane.sim.engine import MIXTURE, InstallEnding
 from controlplane.sim.scenarios.stage import (

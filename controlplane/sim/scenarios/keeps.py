@@ -38,18 +38,18 @@ def _release(world: World, name: str) -> None:
     world.coordinator.handle(fe.ReleaseRequested(world.settings.run_id, EngineId(name)))
 
 
-def _stays(world: World, name: str = "e2") -> tuple[EngineLife, CheckpointKept]:
-    """That engine at what is served and lies in a checkpoint. Trainers rest."""
+def _stays(world: World) -> tuple[EngineLife, CheckpointKept]:
+    """e2 at what is served and lies in a checkpoint. Trainers rest."""
     serve(world)
     kept = checkpoint(world)
-    _keep(world, name, kept.version.number)
-    return life(world, name), kept
+    _keep(world, "e2", kept.version.number)
+    return life(world, "e2"), kept
 
 
-def _moves_on(world: World, times: int = 2) -> None:
-    """The others, to newer versions; an update is not open then."""
+def _moves_on(world: World) -> None:
+    """The others, twice to a newer version; an update is not open then."""
     go_on(world)
-    for _ in range(times):
+    for _ in range(2):
         update = next_decision(world)
         expect(world, update.phase is Phase.COMMITTED and "e2" not in update.outcomes, f"{update.outcomes.keys()}")
     until_quiet(world)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from controlplane.core.engine_state import HoldKind
-from controlplane.core.update_transaction import Phase, UpdatePolicy
+from controlplane.core.update_policy import UpdatePolicy
+from controlplane.core.update_transaction import Phase
 from controlplane.sim.engine import InstallEnding
 from controlplane.sim.scenarios.stage import (
     decided,

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from controlplane.core import errors as e
 from controlplane.core.fleet_records import CheckpointKept
-from controlplane.core.update_transaction import UpdatePolicy, UpdateTransaction
+from controlplane.core.update_policy import UpdatePolicy
+from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import ModelName, WeightVersion
 from controlplane.sim.agent import EngineLife
 from controlplane.sim.push import Push
