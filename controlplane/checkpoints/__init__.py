@@ -4,7 +4,9 @@
 tensor's checksum. Trainer agents write them, engine agents read them; neither needs torch. Everything here blocks:
 call it in a thread.
 
-`manifest` is that file; `reading`, `writing` and `keeping` say what each of them promises.
+`manifest` is that file; `reading`, `writing` and `keeping` say what each of them promises. Other releases read it: its
+format's version grows when an older reader could misunderstand it. Who keeps what and brings it where is not decided
+here.
 """
 
 from controlplane.checkpoints.keeping import identity, old_numbers, prefix_of, remove

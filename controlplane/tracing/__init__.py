@@ -2,6 +2,8 @@
 
 Off unless it is asked for, and then nothing is made and nothing imported. Every span is handed over when it is over,
 from times that were measured anyway. See docs/tracing.md.
+
+To be added here: ways of spans, never of decisions; no call may wait, fail or be refused because of a span.
 """
 
 from controlplane.tracing.calls import UNTRACED as UNTRACED
