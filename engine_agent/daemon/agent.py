@@ -265,7 +265,7 @@ class _Agent:
 
     async def _drain(self, life: EngineLife) -> None:
         """Nobody enters any more, and who is in may go on to the end, for a while."""
-        if not len(life.requests) or not life.steps:  # where the scheduler stands none of them would end
+        if not len(life.requests) or not life.gate.runs:  # where the scheduler stands none of them would end
             return
         self._supervisor.status(f"drains {len(life.requests)} requests")
         life.apply(events.HoldChanged(Hold(HoldKind.DRAINING, STOPS), present=True))
