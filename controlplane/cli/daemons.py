@@ -105,6 +105,7 @@ def engine(
     die_with_parent: Parent = None,
 ) -> int:
     """Run an engine agent with its engine: the only writer of that engine's weights."""
+    from controlplane.cli.up.settings import engine_of
     from engine_agent.daemon.agent import run_engine
     from engine_agent.daemon.settings import EngineSettings
 
@@ -117,15 +118,8 @@ def engine(
         _prepare("member", log_level, log_format, die_with_parent)
         return asyncio.run(run_member(member))
     given = _given(sets, listen=listen, coordinator=coordinator, insecure=_flag(insecure))
-    if (fleet is None) != (engine_id is None):
-        raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")
-    if fleet is not None and engine_id is not None:
-        from controlplane.cli.up.settings import engine_of
-
-        _only_one(config)
-        settings = engine_of(fleet, engine_id, given)
-    else:
-        settings = _settings(EngineSettings, config, given)
+    place = _in_fleet(fleet, engine_id, config, "engines")
+    settings = _settings(EngineSettings, config, given) if place is None else engine_of(*place, given)
     _prepare("engine", log_level, log_format, die_with_parent)
     return asyncio.run(run_engine(settings))
 
@@ -158,11 +152,9 @@ def trainer(
 
     flags = {"insecure": _flag(insecure), "takeover": _flag(takeover)}
     given = _given(sets, coordinator=coordinator, **flags)
-    if (fleet is None) != (trainer_id is None):
-        raise typer.BadParameter("--fleet and --id go together: the file, and which of its trainers")
-    if fleet is not None and trainer_id is not None:
-        _only_one(config)
-        settings, command = _trainer_of(fleet, trainer_id, given, command)
+    place = _in_fleet(fleet, trainer_id, config, "trainers")
+    if place is not None:
+        settings, command = _trainer_of(*place, given, command)
     else:
         settings = _settings(TrainerSettings, config, given)
     if not command:
@@ -200,6 +192,16 @@ def _settings(cls: type[T], config: Path | None, given: dict[str, Any]) -> T:
     from controlplane.config import load
 
     return load(cls, config, given)
+
+
+def _in_fleet(fleet: Path | None, name: str | None, config: Path | None, kind: str) -> tuple[Path, str] | None:
+    """The fleet file, and which of its `kind` this one is; None: its settings are not from there."""
+    if (fleet is None) != (name is None):
+        raise typer.BadParameter(f"--fleet and --id go together: the file, and which of its {kind}")
+    if fleet is None or name is None:
+        return None
+    _only_one(config)
+    return fleet, name
 
 
 def _only_one(config: Path | None) -> None:
