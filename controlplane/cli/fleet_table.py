@@ -135,10 +135,17 @@ def trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> 
             str(trainer.term),
             str(trainer.rank_count),
             str(status.step) if trainer.connected and status.HasField("step") else "",
-            Text(status.phase) if trainer.connected else Text("not connected", style="red"),
-            _lease(trainer.lease_expire_time.ToMilliseconds() / 1000 - now),
+            _phase(trainer),
+            "" if trainer.left else _lease(trainer.lease_expire_time.ToMilliseconds() / 1000 - now),
         )
     return table
+
+
+def _phase(trainer: operator_pb2.TrainerView) -> Text:
+    """Silence is an alarm, a goodbye is none."""
+    if trainer.connected:
+        return Text(trainer.status.phase)
+    return Text("left") if trainer.left else Text("not connected", style="red")
 
 
 def _updates_table(updates: Iterable[fleet_pb2.UpdateState]) -> Table:

@@ -72,7 +72,8 @@ def _trainer_wait(view: operator_pb2.FleetView, update: fleet_pb2.UpdateState, n
         return None
     left = seconds_of(trainer.lease_expire_time) - now
     lease = f"its lease ends in {left:.0f} s" if left > 0 else "its lease is over"
-    return Wait(trainer.trainer_id, f"the trainer is not connected; {lease}", None)
+    what = "the trainer left" if trainer.left else f"the trainer is not connected; {lease}"
+    return Wait(trainer.trainer_id, what, None)
 
 
 def _engine_wait(
