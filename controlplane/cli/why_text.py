@@ -13,15 +13,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import add_row, new_table, outcome_text, version_text
+from controlplane.cli.fleet_table import OPEN, outcome_text, phase_word, version_text
 from controlplane.cli.plan_table import size, transport_word
+from controlplane.cli.tables import add_row, new_table
 from controlplane.cli.updates_table import (
-    OPEN,
     applied,
     between,
     instant,
     pause_seconds,
-    phase_word,
     seconds_of,
     seconds_text,
     stage_word,
@@ -190,7 +189,7 @@ def _engines_table(update: fleet_pb2.UpdateState) -> RenderableType:
             table,
             outcome.engine.engine_id,
             needed,
-            Text(outcome_text(outcome), style="green" if applied(outcome) else ""),
+            Text(outcome_text(update, outcome), style="green" if applied(outcome) else ""),
             ", ".join(f"{word} at {at:.2f} s" for word, at in stages),
             seconds_text(pause) if outcome.HasField("timings") else "",
             outcome.error_message,
