@@ -28,7 +28,10 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as vllm.dtype=bfloat16. May be repeated."),
 ]
-LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    typer.Option("--log-level", metavar="LEVEL", case_sensitive=False, help="DEBUG, INFO, WARNING or ERROR."),
+]
 LogFormat = Annotated[
     Literal["auto", "json", "console"],
     typer.Option("--log-format", metavar="FORMAT", help="json, console, or auto: by whether a terminal watches."),
@@ -213,7 +216,7 @@ def _prepare(component: str, log_level: str, log_format: str, parent: int | None
     from controlplane.processes import die_with_parent
     from controlplane.rpc.logs import configure_logging
 
-    configure_logging(component, json=None if log_format == "auto" else log_format == "json", level=log_level.upper())
+    configure_logging(component, json=None if log_format == "auto" else log_format == "json", level=log_level)
     if parent is None:
         return
     try:
