@@ -14,18 +14,20 @@ from rich.text import Text
 
 WHOLE = 12
 """Longest word that is never cut."""
-UNBOUNDED = 10_000
+TEXT = 20
+"""As wide a column of longer texts should be at least; else all stand closer."""
 
 
 class _Fitting(Table):
-    """Two spaces between columns; one where it would not fit else."""
+    """Two spaces between columns; one where a column would be too narrow else."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        natural = self.__rich_measure__(console, options.update(width=UNBOUNDED)).maximum
-        if natural > options.max_width:
+        each = [[str(column.header), *map(str, column.cells)] for column in self.columns]
+        wanted = sum(min(TEXT, max(map(len, texts))) for texts in each)
+        if wanted + 2 * (len(each) - 1) > options.max_width:
             self.padding = (0, 1, 0, 0)
-            for column in self.columns:
-                column.no_wrap = _is_short(str(column.header)) and all(_is_short(str(c)) for c in column.cells)
+        for column, texts in zip(self.columns, each, strict=True):
+            column.no_wrap = all(" " not in text and len(text) <= WHOLE for text in texts)
         yield from super().__rich_console__(console, options)
 
 
@@ -49,7 +51,3 @@ def table_of(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], where
     for row in rows:
         add_row(table, *(row[i] for i in shown))
     return table
-
-
-def _is_short(text: str) -> bool:
-    return " " not in text and len(text) <= WHOLE
