@@ -1,5 +1,7 @@
-"""The command `weightplane`. One file a command, one for what it prints; what is printed is pure and has golden files.
+"""The command `weightplane`: what people type, and what they read.
 
-To be changed here: words, tables, exit codes, how a process is started. Not here: what is true of the fleet. Commands
-show the coordinator's view and the agents' own answers, and conclude nothing that those do not say.
+A command asks; a `…_table` or `…_text` file makes of the answer what is shown. Those are pure, and their output has
+golden files (`tests/golden`), reviewed like code. JSON stays as it is: keys are only ever added. Nothing is decided
+here, nothing heavy is imported before a command needs it, and an expected error is one line and an exit code
+(`ending`).
 """

@@ -26,7 +26,7 @@ async def asking(address: str) -> AsyncIterator[grpc.aio.Channel]:
         except grpc.aio.AioRpcError as error:
             typed = await explained(from_rpc_error(error), address, tls)
             if isinstance(typed, RemoteError) and typed.code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
-                cause = typed.text.rpartition(": ")[2]
+                cause = typed.text.rpartition(": ")[2].removesuffix("]")
                 raise CommandFailed(ExitCode.UNREACHABLE, f"nobody answers at {address}: {cause}") from error
             raise typed from error
 

@@ -28,7 +28,10 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="One setting, such as vllm.dtype=bfloat16. May be repeated."),
 ]
-LogLevel = Annotated[str, typer.Option("--log-level", metavar="LEVEL", help="DEBUG, INFO, WARNING or ERROR.")]
+LogLevel = Annotated[
+    Literal["DEBUG", "INFO", "WARNING", "ERROR"],
+    typer.Option("--log-level", metavar="LEVEL", case_sensitive=False, help="DEBUG, INFO, WARNING or ERROR."),
+]
 LogFormat = Annotated[
     Literal["auto", "json", "console"],
     typer.Option("--log-format", metavar="FORMAT", help="json, console, or auto: by whether a terminal watches."),
@@ -105,6 +108,7 @@ def engine(
     die_with_parent: Parent = None,
 ) -> int:
     """Run an engine agent with its engine: the only writer of that engine's weights."""
+    from controlplane.cli.up.settings import engine_of
     from engine_agent.daemon.agent import run_engine
     from engine_agent.daemon.settings import EngineSettings
 
@@ -117,15 +121,8 @@ def engine(
         _prepare("member", log_level, log_format, die_with_parent)
         return asyncio.run(run_member(member))
     given = _given(sets, listen=listen, coordinator=coordinator, insecure=_flag(insecure))
-    if (fleet is None) != (engine_id is None):
-        raise typer.BadParameter("--fleet and --id go together: the file, and which of its engines")
-    if fleet is not None and engine_id is not None:
-        from controlplane.cli.up.settings import engine_of
-
-        _only_one(config)
-        settings = engine_of(fleet, engine_id, given)
-    else:
-        settings = _settings(EngineSettings, config, given)
+    place = _in_fleet(fleet, engine_id, config, "engines")
+    settings = _settings(EngineSettings, config, given) if place is None else engine_of(*place, given)
     _prepare("engine", log_level, log_format, die_with_parent)
     return asyncio.run(run_engine(settings))
 
@@ -158,11 +155,9 @@ def trainer(
 
     flags = {"insecure": _flag(insecure), "takeover": _flag(takeover)}
     given = _given(sets, coordinator=coordinator, **flags)
-    if (fleet is None) != (trainer_id is None):
-        raise typer.BadParameter("--fleet and --id go together: the file, and which of its trainers")
-    if fleet is not None and trainer_id is not None:
-        _only_one(config)
-        settings, command = _trainer_of(fleet, trainer_id, given, command)
+    place = _in_fleet(fleet, trainer_id, config, "trainers")
+    if place is not None:
+        settings, command = _trainer_of(*place, given, command)
     else:
         settings = _settings(TrainerSettings, config, given)
     if not command:
@@ -202,6 +197,16 @@ def _settings(cls: type[T], config: Path | None, given: dict[str, Any]) -> T:
     return load(cls, config, given)
 
 
+def _in_fleet(fleet: Path | None, name: str | None, config: Path | None, kind: str) -> tuple[Path, str] | None:
+    """The fleet file, and which of its `kind` this one is; None: its settings are not from there."""
+    if (fleet is None) != (name is None):
+        raise typer.BadParameter(f"--fleet and --id go together: the file, and which of its {kind}")
+    if fleet is None or name is None:
+        return None
+    _only_one(config)
+    return fleet, name
+
+
 def _only_one(config: Path | None) -> None:
     if config is not None:
         raise typer.BadParameter("give --config or --fleet, not both")
@@ -211,7 +216,7 @@ def _prepare(component: str, log_level: str, log_format: str, parent: int | None
     from controlplane.processes import die_with_parent
     from controlplane.rpc.logs import configure_logging
 
-    configure_logging(component, json=None if log_format == "auto" else log_format == "json", level=log_level.upper())
+    configure_logging(component, json=None if log_format == "auto" else log_format == "json", level=log_level)
     if parent is None:
         return
     try:

@@ -112,7 +112,7 @@ async def _of_others(coordinator: str, timeout: float, tls: TlsSettings, *, link
 def render_checks(found: list[Check]) -> RenderableType:
     from rich.text import Text
 
-    from controlplane.cli.fleet_table import add_row, new_table
+    from controlplane.cli.tables import add_row, new_table
 
     table = new_table("CHECK", "VERDICT", "FOUND", "WHAT TO DO")
     for check in found:

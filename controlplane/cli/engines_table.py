@@ -13,7 +13,8 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import STYLES, UNKNOWN, add_row, applied_word, new_table, state_word, version_text
+from controlplane.cli.fleet_table import STYLES, UNKNOWN, applied_word, since, state_word, version_text
+from controlplane.cli.tables import add_row, new_table, table_of
 from weightplane.v1 import engine_pb2, operator_pb2, version_pb2
 
 _WORDS = {
@@ -21,8 +22,6 @@ _WORDS = {
     engine_pb2.CONDITION_STATUS_FALSE: "False",
     engine_pb2.CONDITION_STATUS_UNKNOWN: "Unknown",
 }
-_UNITS = ((48 * 3600, 24 * 3600, "d"), (2 * 3600, 3600, "h"), (120, 60, "min"))
-"""From that many seconds on, counted in so many, called so."""
 
 
 def render_engines(view: operator_pb2.FleetView, now: float) -> RenderableType:
@@ -44,26 +43,26 @@ def engines_json(view: operator_pb2.FleetView) -> dict[str, Any]:
 
 
 def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableType:
-    names = ("ENGINE", "STATE", "APPLIED", "DESIRED", "VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT")
-    table = new_table(*names, "FROM CHECKPOINT", "HELD AT")
-    for engine in engines:
-        word = state_word(engine)
-        refused = engine.status.refused
-        add_row(
-            table,
-            engine.status.engine.engine_id,
-            Text(word, style=STYLES.get(word, "")),
-            applied_word(engine),
-            version_text(engine.desired) if engine.HasField("desired") else "nothing yet",
-            verification_word(engine) or "",
-            _changed(engine),
-            f"{version_text(refused.version)} ({refused.reason})" if _refused(engine) else "",
-            engine.group,
-            engine.unit,
-            engine.catch_up,
-            version_text(engine.kept) if engine.HasField("kept") else "",
-        )
-    return table
+    always = ("ENGINE", "STATE", "APPLIED", "DESIRED")
+    where_said = ("VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT", "FROM CHECKPOINT", "HELD AT")
+    return table_of((*always, *where_said), map(_versions_row, engines), where_said)
+
+
+def _versions_row(engine: operator_pb2.EngineView) -> list[str | Text]:
+    word, refused = state_word(engine), engine.status.refused
+    return [
+        engine.status.engine.engine_id,
+        Text(word, style=STYLES.get(word, "")),
+        applied_word(engine),
+        version_text(engine.desired) if engine.HasField("desired") else "nothing yet",
+        verification_word(engine) or "",
+        _changed(engine),
+        f"{version_text(refused.version)} ({refused.reason})" if _refused(engine) else "",
+        engine.group,
+        engine.unit,
+        engine.catch_up,
+        version_text(engine.kept) if engine.HasField("kept") else "",
+    ]
 
 
 def _changed(engine: operator_pb2.EngineView) -> Text:
@@ -107,14 +106,6 @@ def _refusal_line(engine: operator_pb2.EngineView, now: float) -> Text:
     age = since(now - refused.time.ToMilliseconds() / 1000)
     name, version = engine.status.engine.engine_id, version_text(refused.version)
     return Text(f"{name} refused {version} {age} ago: {refused.reason}: {refused.message}")
-
-
-def since(seconds: float) -> str:
-    """How long something has been so, in one unit."""
-    for at_least, unit, word in _UNITS:
-        if seconds >= at_least:
-            return f"{seconds // unit:.0f} {word}"
-    return f"{max(seconds, 0):.0f} s"
 
 
 def _refused(engine: operator_pb2.EngineView) -> bool:

@@ -6,15 +6,19 @@ Pure: takes the view and the time, gives something that rich can print.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from controlplane.cli.tables import add_row, new_table, table_of
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, version_pb2
 
 UPDATES_SHOWN = 5
+ID_SHOWN = 8
+"""Of an update's id; commands take as little of it as is not another's."""
+OPEN = (fleet_pb2.UPDATE_PHASE_PREPARING, fleet_pb2.UPDATE_PHASE_GO)
 UNKNOWN = "UNKNOWN"
 STYLES = {
     "serving": "green",
@@ -31,16 +35,18 @@ STYLES = {
     "dead": "red",
     UNKNOWN: "bold red",
 }
+_UNITS = ((48 * 3600, 24 * 3600, "d"), (2 * 3600, 3600, "h"), (120, 60, "min"))
+"""From that many seconds on, counted in so many, called so."""
 PHASE_STYLES = {"committed": "green", "degraded": "yellow", "failed": "red"}
 
 
 def render_fleet(view: operator_pb2.FleetView, now: float) -> RenderableType:
     """The whole of `weightplane status`. `now` is the wall clock's time in seconds."""
-    parts = [*head(view), Text(), engines_table(view, now)]
+    parts = [*head(view), Text(), engines_table(view, now) if view.engines else Text("no engine is known")]
     if view.trainers:
         parts += [Text(), trainers_table(view.trainers, now)]
     if view.updates:
-        parts += [Text(), _updates_table(view.updates)]
+        parts += [Text(), *_updates_table(view.updates)]
     return Group(*parts)
 
 
@@ -56,31 +62,26 @@ def head(view: operator_pb2.FleetView) -> list[RenderableType]:
 
 def engines_table(view: operator_pb2.FleetView, now: float) -> Table:
     """One line for each engine."""
-    table = new_table("ENGINE", "STATE", "APPLIED", "SERVED", "GATE", "HOLDS", "LIVE", "WAITING", "ENDPOINT", "SEEN")
-    for engine in view.engines:
-        served = ", ".join(version_text(v) for v in served_versions(view, engine.status.model)) or "none"
-        seen = ago(now - engine.report_time.ToMilliseconds() / 1000)
-        word = state_word(engine)
-        state = Text(word, style=STYLES.get(word, ""))
-        name = engine.status.engine.engine_id
-        if not engine.known:
-            add_row(table, name, state, UNKNOWN, served, UNKNOWN, "", "", "", engine.endpoint, seen)
-            continue
-        status = engine.status
-        add_row(
-            table,
-            name,
-            state,
-            applied_word(engine),
-            served,
-            "open" if status.gate_open else "shut",
-            _holds(status.holds),
-            str(status.live_requests),
-            str(status.waiting_requests),
-            engine.endpoint,
-            seen,
-        )
-    return table
+    columns = ("ENGINE", "STATE", "APPLIED", "SERVED", "GATE", "HOLDS", "LIVE", "WAITING", "ENDPOINT", "SEEN")
+    return table_of(columns, (_engine_row(view, engine, now) for engine in view.engines), where_said=("HOLDS",))
+
+
+def _engine_row(view: operator_pb2.FleetView, engine: operator_pb2.EngineView, now: float) -> list[str | Text]:
+    status, word = engine.status, state_word(engine)
+    served = ", ".join(version_text(v) for v in served_versions(view, status.model)) or "none"
+    said = [UNKNOWN, "", "", ""]
+    if engine.known:
+        gate = "open" if status.gate_open else "shut"
+        said = [gate, _holds(status.holds), str(status.live_requests), str(status.waiting_requests)]
+    return [
+        status.engine.engine_id,
+        Text(word, style=STYLES.get(word, "")),
+        applied_word(engine),
+        served,
+        *said,
+        engine.endpoint,
+        ago(now - engine.report_time.ToMilliseconds() / 1000),
+    ]
 
 
 def state_word(engine: operator_pb2.EngineView) -> str:
@@ -135,27 +136,44 @@ def trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> 
             str(trainer.term),
             str(trainer.rank_count),
             str(status.step) if trainer.connected and status.HasField("step") else "",
-            Text(status.phase) if trainer.connected else Text("not connected", style="red"),
-            _lease(trainer.lease_expire_time.ToMilliseconds() / 1000 - now),
+            _phase(trainer),
+            "" if trainer.left else _lease(trainer.lease_expire_time.ToMilliseconds() / 1000 - now),
         )
     return table
 
 
-def _updates_table(updates: Iterable[fleet_pb2.UpdateState]) -> Table:
-    table = new_table("UPDATE", "MODEL", "VERSION", "STEP", "PHASE", "ENGINES", "CAUSE")
-    for update in list(updates)[:UPDATES_SHOWN]:
-        phase = fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
+def _phase(trainer: operator_pb2.TrainerView) -> Text:
+    """Silence is an alarm, a goodbye is none."""
+    if trainer.connected:
+        return Text(trainer.status.phase)
+    return Text("left") if trainer.left else Text("not connected", style="red")
+
+
+def _updates_table(updates: Sequence[fleet_pb2.UpdateState]) -> list[RenderableType]:
+    shown = updates[:UPDATES_SHOWN]
+    table = new_table("UPDATE", "MODEL", "VERSION", "STEP", "PHASE", "ENGINES")
+    for update in shown:
+        phase = phase_word(update)
         add_row(
             table,
-            update.update_id,
+            update.update_id[:ID_SHOWN],
             update.model,
             _update_version(update),
             str(update.step) if update.HasField("step") else "",
             Text(phase, style=PHASE_STYLES.get(phase, "")),
-            ", ".join(f"{o.engine.engine_id} {outcome_text(o)}" for o in update.engines),
-            update.cause,
+            ", ".join(f"{o.engine.engine_id} {outcome_text(update, o)}" for o in update.engines),
         )
-    return table
+    return [table, *cause_lines(shown)]
+
+
+def cause_lines(updates: Iterable[fleet_pb2.UpdateState]) -> list[Text]:
+    """Why updates ended as they did, below their table: a column of its own would be narrow."""
+    lines = [Text(f"{u.update_id[:ID_SHOWN]}: {u.cause}") for u in updates if u.cause]
+    return [Text(), *lines] if lines else []
+
+
+def phase_word(update: fleet_pb2.UpdateState) -> str:
+    return fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
 
 
 def _update_version(update: fleet_pb2.UpdateState) -> str:
@@ -163,10 +181,13 @@ def _update_version(update: fleet_pb2.UpdateState) -> str:
     return version_text(update.version) + restores
 
 
-def outcome_text(outcome: fleet_pb2.EngineOutcome) -> str:
-    """`applied`, `lost`, `waiting`, or another stage; with the reason if it ended badly."""
+def outcome_text(update: fleet_pb2.UpdateState, outcome: fleet_pb2.EngineOutcome) -> str:
+    """`applied`, `lost`, `waiting`, or another stage; with the reason if it ended badly. Of a decided update nobody
+    waits any more: `not begun`."""
     stage = engine_pb2.UpdateStage.Name(outcome.stage).removeprefix("UPDATE_STAGE_").lower()
-    word = "lost" if outcome.lost else "waiting" if stage == "unspecified" else stage
+    if stage == "unspecified":
+        stage = "waiting" if update.phase in OPEN else "not begun"
+    word = "lost" if outcome.lost else stage
     reason = f" ({outcome.error_reason})" if outcome.error_reason else ""
     return f"{word}{reason}"
 
@@ -182,21 +203,16 @@ def _hold(hold: engine_pb2.Hold) -> str:
 
 def ago(seconds: float) -> str:
     """How old something is."""
-    return f"{max(seconds, 0):.0f} s ago"
+    return f"{since(seconds)} ago"
+
+
+def since(seconds: float) -> str:
+    """How long something has been so, in one unit."""
+    for at_least, unit, word in _UNITS:
+        if seconds >= at_least:
+            return f"{seconds // unit:.0f} {word}"
+    return f"{max(seconds, 0):.0f} s"
 
 
 def _lease(seconds: float) -> str:
     return f"{seconds:.0f} s left" if seconds > 0 else "expired"
-
-
-def add_row(table: Table, *cells: str | Text) -> None:
-    """Cells are text: a name with brackets in it is no markup."""
-    table.add_row(*(Text(c) if isinstance(c, str) else c for c in cells))
-
-
-def new_table(*columns: str) -> Table:
-    """As all of our tables look."""
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns:
-        column.overflow = "fold"
-    return table

@@ -8,16 +8,19 @@ from typing import Annotated, Any
 import typer
 
 from controlplane.cli.ending import reported
+from controlplane.cli.options import DEFAULT_COORDINATOR, DEFAULT_SECONDS, Timeout, address
 from controlplane.exit_codes import ExitCode
 
 
 @reported
 def health(
-    addr: Annotated[str, typer.Option("--addr", metavar="HOST:PORT", help="Whom to ask.")] = "127.0.0.1:7070",
+    addr: Annotated[
+        str, typer.Option("--addr", metavar="HOST:PORT", help="Whom to ask.", callback=address)
+    ] = DEFAULT_COORDINATOR,
     service: Annotated[
         str, typer.Option("--service", metavar="NAME", help="One service, such as weightplane.v1.Rollout.")
     ] = "",
-    timeout: Annotated[float, typer.Option("--timeout", metavar="SECONDS", help="Longest wait.")] = 5.0,
+    timeout: Timeout = DEFAULT_SECONDS,
 ) -> int:
     """Ask a coordinator or an agent whether it serves. Ends with 0 only if it says so."""
     return asyncio.run(_health(addr, service, timeout))

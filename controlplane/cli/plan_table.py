@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import add_row, new_table
+from controlplane.cli.tables import add_row, new_table
 from weightplane.v1 import fleet_pb2, operator_pb2, weight_update_pb2
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))

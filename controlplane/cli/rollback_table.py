@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import add_row, new_table, outcome_text, version_text
+from controlplane.cli.fleet_table import outcome_text, version_text
+from controlplane.cli.tables import add_row, new_table
 from weightplane.v1 import fleet_pb2
 
 _STYLES = {"applied": "green", "lost": "red", "failed": "red", "aborted": "red", "waiting": "yellow"}
@@ -15,11 +16,11 @@ _STYLES = {"applied": "green", "lost": "red", "failed": "red", "aborted": "red",
 
 def changes(before: fleet_pb2.UpdateState, after: fleet_pb2.UpdateState) -> Iterator[str]:
     """What a newer state says that the one before did not, as lines."""
-    known = {o.engine.engine_id: outcome_text(o) for o in before.engines}
+    known = {o.engine.engine_id: outcome_text(before, o) for o in before.engines}
     if after.phase == fleet_pb2.UPDATE_PHASE_GO and before.phase != after.phase:
         yield "go: every engine that it needs is ready"
     for outcome in after.engines:
-        text = outcome_text(outcome)
+        text = outcome_text(after, outcome)
         if text not in (known.get(outcome.engine.engine_id), "waiting"):
             yield f"{outcome.engine.engine_id} {text}"
 
@@ -28,7 +29,7 @@ def render_outcomes(state: fleet_pb2.UpdateState) -> RenderableType:
     """One line for each engine."""
     table = new_table("ENGINE", "REQUIRED", "OUTCOME", "WHY")
     for outcome in state.engines:
-        text = outcome_text(outcome)
+        text = outcome_text(state, outcome)
         add_row(
             table,
             outcome.engine.engine_id,

@@ -9,37 +9,33 @@ from __future__ import annotations
 from typing import Any
 
 from google.protobuf.timestamp_pb2 import Timestamp
-from rich.console import RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import PHASE_STYLES, add_row, ago, new_table, outcome_text, version_text
+from controlplane.cli.fleet_table import (
+    ID_SHOWN,
+    PHASE_STYLES,
+    ago,
+    cause_lines,
+    outcome_text,
+    phase_word,
+    version_text,
+)
 from controlplane.cli.plan_table import size
+from controlplane.cli.tables import add_row, new_table
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 PAUSE_PARTS = ("wait", "quiesce", "install", "caches", "canary")
-OPEN = (fleet_pb2.UPDATE_PHASE_PREPARING, fleet_pb2.UPDATE_PHASE_GO)
-ID_SHOWN = 8
 
 
 def render_updates(view: operator_pb2.FleetView, limit: int, now: float) -> RenderableType:
     """The whole of `weightplane updates`. `now` is the coordinator's clock in seconds."""
     if not view.updates:
         return Text("no update is known")
-    columns = (
-        "UPDATE",
-        "MODEL",
-        "VERSION",
-        "STEP",
-        "PHASE",
-        "BEGAN",
-        "TO GO",
-        "TO DECISION",
-        "SIZE",
-        "APPLIED",
-        "CAUSE",
-    )
+    shown = view.updates[:limit]
+    columns = ("UPDATE", "MODEL", "VERSION", "STEP", "PHASE", "BEGAN", "TO GO", "TO DECISION", "SIZE", "APPLIED")
     table = new_table(*columns)
-    for update in view.updates[:limit]:
+    for update in shown:
         phase = phase_word(update)
         began = instant(update, "begin_time")
         add_row(
@@ -55,9 +51,8 @@ def render_updates(view: operator_pb2.FleetView, limit: int, now: float) -> Rend
             seconds_text(between(update, "begin_time", "decide_time")),
             size(update.byte_count) if update.byte_count else "",
             f"{sum(map(applied, update.engines))} of {len(update.engines)}",
-            update.cause,
         )
-    return table
+    return Group(table, *cause_lines(shown))
 
 
 def updates_json(view: operator_pb2.FleetView, limit: int) -> dict[str, Any]:
@@ -81,15 +76,15 @@ def update_json(update: fleet_pb2.UpdateState) -> dict[str, Any]:
         "deadline_time": _time(update, "deadline_time"),
         "seconds_to_go": between(update, "begin_time", "go_time"),
         "seconds_to_decision": between(update, "begin_time", "decide_time"),
-        "engines": [_outcome_json(o) for o in update.engines],
+        "engines": [_outcome_json(update, o) for o in update.engines],
     }
 
 
-def _outcome_json(outcome: fleet_pb2.EngineOutcome) -> dict[str, Any]:
+def _outcome_json(update: fleet_pb2.UpdateState, outcome: fleet_pb2.EngineOutcome) -> dict[str, Any]:
     return {
         "engine": outcome.engine.engine_id,
         "required": outcome.required,
-        "outcome": outcome_text(outcome),
+        "outcome": outcome_text(update, outcome),
         "error_reason": outcome.error_reason or None,
         "error_message": outcome.error_message or None,
         "stage_times": {stage_word(s.stage): s.time.ToJsonString() for s in outcome.stage_times},
@@ -102,10 +97,6 @@ def pause_seconds(outcome: fleet_pb2.EngineOutcome) -> dict[str, float]:
     if not outcome.HasField("timings"):
         return {}
     return {part: getattr(outcome.timings, part).ToNanoseconds() / 1e9 for part in PAUSE_PARTS}
-
-
-def phase_word(update: fleet_pb2.UpdateState) -> str:
-    return fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
 
 
 def stage_word(stage: engine_pb2.UpdateStage.ValueType) -> str:

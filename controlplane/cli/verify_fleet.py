@@ -14,7 +14,8 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import add_row, new_table, version_text
+from controlplane.cli.fleet_table import version_text
+from controlplane.cli.tables import add_row, new_table
 from weightplane.v1 import engine_pb2, operator_pb2, version_pb2
 
 Said = engine_pb2.EngineStatus | str

@@ -11,13 +11,12 @@ from rich.text import Text
 
 from controlplane.cli.fleet_table import (
     STYLES,
-    add_row,
     engines_table,
     head,
-    new_table,
     state_word,
     trainers_table,
 )
+from controlplane.cli.tables import add_row, new_table
 from controlplane.cli.updates_table import render_updates
 from weightplane.v1 import operator_pb2
 
@@ -30,7 +29,9 @@ FEWEST_ENGINES = 4
 
 def render_watch(view: operator_pb2.FleetView, now: float, height: int, gone: str = "") -> RenderableType:
     """`height`: lines of the terminal. `gone`: the coordinator went away, and this is what it said last."""
-    room = max(FEWEST_ENGINES, height - OTHER_LINES - UPDATES_SHOWN - EVENTS_SHOWN - len(view.trainers))
+    causes = sum(bool(update.cause) for update in view.updates[:UPDATES_SHOWN])
+    others = OTHER_LINES + UPDATES_SHOWN + causes + EVENTS_SHOWN + len(view.trainers)
+    room = max(FEWEST_ENGINES, height - others)
     parts: list[RenderableType] = [Text(f"{gone}; this is what it said last", style="bold red")] if gone else []
     parts += [*head(view), Text(), *_engines(view, now, room), Text()]
     parts += [trainers_table(view.trainers, now), Text()] if view.trainers else []

@@ -13,15 +13,14 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import add_row, new_table, outcome_text, version_text
+from controlplane.cli.fleet_table import OPEN, outcome_text, phase_word, version_text
 from controlplane.cli.plan_table import size, transport_word
+from controlplane.cli.tables import add_row, new_table
 from controlplane.cli.updates_table import (
-    OPEN,
     applied,
     between,
     instant,
     pause_seconds,
-    phase_word,
     seconds_of,
     seconds_text,
     stage_word,
@@ -72,7 +71,8 @@ def _trainer_wait(view: operator_pb2.FleetView, update: fleet_pb2.UpdateState, n
         return None
     left = seconds_of(trainer.lease_expire_time) - now
     lease = f"its lease ends in {left:.0f} s" if left > 0 else "its lease is over"
-    return Wait(trainer.trainer_id, f"the trainer is not connected; {lease}", None)
+    what = "the trainer left" if trainer.left else f"the trainer is not connected; {lease}"
+    return Wait(trainer.trainer_id, what, None)
 
 
 def _engine_wait(
@@ -189,7 +189,7 @@ def _engines_table(update: fleet_pb2.UpdateState) -> RenderableType:
             table,
             outcome.engine.engine_id,
             needed,
-            Text(outcome_text(outcome), style="green" if applied(outcome) else ""),
+            Text(outcome_text(update, outcome), style="green" if applied(outcome) else ""),
             ", ".join(f"{word} at {at:.2f} s" for word, at in stages),
             seconds_text(pause) if outcome.HasField("timings") else "",
             outcome.error_message,

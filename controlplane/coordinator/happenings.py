@@ -91,6 +91,8 @@ def _trainers(before: View, after: View) -> Iterator[Event]:
         old = known.get(trainer.trainer_id, operator_pb2.TrainerView())
         if trainer.connected and (not old.connected or old.term != trainer.term):
             yield _event("trainer_joined", trainer.trainer_id, f"{trainer.rank_count} ranks, term {trainer.term}")
+        elif old.connected and trainer.left:
+            yield _event("trainer_left", trainer.trainer_id, "it said goodbye")
         elif old.connected and not trainer.connected:
             yield _event("trainer_silent", trainer.trainer_id, "its session is over", alarming=True)
 

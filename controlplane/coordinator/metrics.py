@@ -1,6 +1,7 @@
 """What the coordinator knows of its fleet, as metrics: made from the view that people see, when they are asked for.
 
-So an engine that left has no metric any more, and one that is UNKNOWN has only those that are true of it (INV-8).
+So an engine or a trainer that left has no metric any more, and an engine that is UNKNOWN only those that are true of it
+(INV-8).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "engine_poisoned": ("1 while the engine's weights are a mixture.", ENGINE),
     "engine_live_requests": ("Requests in the engine.", ENGINE),
     "engine_waiting_requests": ("Requests that wait outside its gate.", ENGINE),
-    "trainer_connected": ("1 while the trainer's session lives.", TRAINER),
+    "trainer_connected": ("1 while the trainer's session lives; none once it said goodbye.", TRAINER),
     "trainer_lease_seconds": ("Time until the trainer's lease ends, unless renewed; below 0 it has.", TRAINER),
     "trainer_step": ("The step that the trainer works on.", TRAINER),
 }
@@ -79,7 +80,8 @@ class FleetMetrics(Collector):
         for engine in view.engines:
             _engine(made, engine, now)
         for trainer in view.trainers:
-            _trainer(made, trainer, now)
+            if not trainer.left:
+                _trainer(made, trainer, now)
         return [*made.families.values(), _lags(view)]
 
     def describe(self) -> Iterable[Metric]:

@@ -328,4 +328,5 @@ def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerV
         connected=trainer.session is not None,
         lease_expire_time=timestamp(trainer.expires_at + shift),
         rank_count=len(trainer.ranks),
+        left=trainer.left,
     )

@@ -50,6 +50,8 @@ def engine_conditions(state: EngineState, served: frozenset[WeightVersion]) -> l
     """What the state says of itself; undated."""
     activity = state.activity
     update = "" if state.progress is None else f"version {state.progress.version}"
+    if state.progress is not None and activity is Activity.IDLE:
+        update += f" {state.progress.stage.value}"
     return [
         Condition(ConditionType.RUNNING, state.life is Life.RUNNING, state.life.value.capitalize()),
         _weights_held(state),

@@ -60,7 +60,7 @@ def _resume(book: Book, holder: TrainerRecord, event: TrainerConnected, now: flo
     """The same life on a new connection. An engine that came meanwhile and does not fit is sent away."""
     if holder.ranks != event.ranks:
         book.plan_revision += 1
-    holder.session, holder.ranks = event.session, event.ranks
+    holder.session, holder.ranks, holder.left = event.session, event.ranks, False
     holder.transports, holder.load = event.transports, event.load
     _renew(book, holder, now)
     effects: list[Effect] = [Welcome(event.session, holder.term), ViewChanged()]
@@ -150,6 +150,7 @@ def ended(holder: TrainerRecord, now: float, *, goodbye: bool) -> list[Effect]:
     """Its session is over; the lease stands until its time."""
     holder.session = None
     if goodbye:
+        holder.left = True
         holder.expires_at = now  # it left on purpose: nobody need wait for its lease
         holder.holds_devices = False
     return [ViewChanged()]

@@ -126,7 +126,8 @@ def _why_left_out(book: Book, record: EngineRecord, trainer: TrainerRecord) -> s
 def _notes(book: Book, trainer: TrainerRecord, able: Sequence[EngineRecord]) -> list[str]:
     notes = []
     if trainer.session is None:
-        notes.append(f"trainer {trainer.trainer_id} is not connected: the plan is from what it said last")
+        gone = "left" if trainer.left else "is not connected"
+        notes.append(f"trainer {trainer.trainer_id} {gone}: the plan is from what it said last")
     if trainer.ranks and trainer.load is None:
         notes.append(f"trainer {trainer.trainer_id} does not state what it sends: no sizes are known")
     units = {r.place.unit: r for r in able if r.place.unit}

@@ -87,6 +87,8 @@ class TrainerRecord:
     """How its ranks can send."""
     load: Load | None = None
     """What it sends; None: it did not say."""
+    left: bool = False
+    """It said goodbye: it is not missed. Not known any more after a coordinator's restart."""
     avoid: Mapping[Way, str] = field(default_factory=dict)
     """What its last request for an update said does not work, with the cause; for dry runs."""
 

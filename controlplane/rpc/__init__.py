@@ -1,5 +1,6 @@
-"""How we speak gRPC: channels, servers, codecs, errors, limits, logs and metrics. Shared by all daemons and clients.
+"""How all of Weightplane's processes speak gRPC: channels, servers, errors, validation, metrics, logs, security.
 
-Protobuf's messages end in the codecs; the core never sees one. To be changed here: how something is said or bounded.
-Not here: what it means, who may say it (`controlplane.core.access`), and nothing that one daemon alone needs.
+Shared by the coordinator and both agents, so it knows none of them. Protobuf messages end in the codecs: what goes on
+from there is the core's types. An error gets its status and reason in `errors`, once; options of channels and servers
+stand in `channels`, each with its reason; rules for fields are in the protos, and `validation` only reads them.
 """

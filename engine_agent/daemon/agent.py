@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -57,53 +56,39 @@ async def run_engine(settings: EngineSettings, stop: asyncio.Event | None = None
 
 
 async def _run(settings: EngineSettings, stop: asyncio.Event) -> int:
-    holder = EngineLifeHolder()
-    members = members_of(settings)
+    async with AsyncExitStack() as ends:
+        try:
+            agent = await _bound(settings, stop, ends)
+            return await agent.run()
+        except PortUnavailable as error:
+            log.error("port_unavailable", cause=str(error))
+            return ExitCode.PORT_IN_USE
+        except ConfigError as error:
+            log.error("config_refused", cause=str(error))
+            return ExitCode.CONFIG
+        except LedgerError as error:  # also where a later life could not be counted
+            log.error("memory_failed", cause=str(error))
+            return ExitCode.LEDGER
+
+
+async def _bound(settings: EngineSettings, stop: asyncio.Event, ends: AsyncExitStack) -> _Agent:
+    """Its ports are bound, and no engine has started. `ends` will close what was opened, also where something else
+    could not be. Raises PortUnavailable, ConfigError, LedgerError."""
+    ends.callback(log.info, "engine_agent_stopped")
+    holder, members = EngineLifeHolder(), members_of(settings)
     memory = Memory(settings.state_dir / f"{settings.engine_id}.json", settings.run_id, settings.model)
-    door: RunningDoor | None = None
-
-    def end_metrics() -> None:
-        """Until there are some."""
-
-    try:
-        holder.life = first_life(settings, memory, members)
-        door = door_of(holder, settings)
-        end_metrics = serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls)
-        security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
-        server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
-    except PortUnavailable as error:
-        log.error("port_unavailable", cause=str(error))
-        await _close(end_metrics, door)
-        return ExitCode.PORT_IN_USE
-    except ConfigError as error:
-        log.error("config_refused", cause=str(error))
-        await _close(end_metrics, door)
-        return ExitCode.CONFIG
-    except LedgerError as error:
-        log.error("memory_failed", cause=str(error))
-        return ExitCode.LEDGER
+    holder.life = first_life(settings, memory, members)
+    door = door_of(holder, settings)
+    if door is not None:
+        ends.push_async_callback(door.stop)
+    ends.callback(serve_metrics(settings.metrics_listen, AgentMetrics(holder), tls=settings.tls))
+    security = ServerSecurity(settings.tls, settings.insecure, settings.run_id, settings.rate)
+    server = await start_server(settings.listen, services_of(holder, settings, stop, members), security)
+    ends.push_async_callback(server.stop)
     hurry = asyncio.Event()
     signalled = asyncio.create_task(wait_for_signal(stop, hurry))
-    agent = _Agent(settings, memory, holder, server, signalled, hurry, members, door)
-    try:
-        return await agent.run()
-    except LedgerError as error:  # a later life could not be counted
-        log.error("memory_failed", cause=str(error))
-        return ExitCode.LEDGER
-    finally:
-        signalled.cancel()
-        if door is not None:
-            await door.stop()
-        end_metrics()
-        await server.stop()
-        log.info("engine_agent_stopped")
-
-
-async def _close(end_metrics: Callable[[], None], door: RunningDoor | None) -> None:
-    """What a start that failed had bound."""
-    end_metrics()
-    if door is not None:
-        await door.stop()
+    ends.callback(signalled.cancel)
+    return _Agent(settings, memory, holder, server, signalled, hurry, members, door)
 
 
 class _Agent:
@@ -265,7 +250,7 @@ class _Agent:
 
     async def _drain(self, life: EngineLife) -> None:
         """Nobody enters any more, and who is in may go on to the end, for a while."""
-        if not len(life.requests) or not life.steps:  # where the scheduler stands none of them would end
+        if not len(life.requests) or not life.gate.runs:  # where the scheduler stands none of them would end
             return
         self._supervisor.status(f"drains {len(life.requests)} requests")
         life.apply(events.HoldChanged(Hold(HoldKind.DRAINING, STOPS), present=True))

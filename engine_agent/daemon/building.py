@@ -20,7 +20,7 @@ from controlplane.rpc.security import HttpGuard, http_tls
 from engine_agent.daemon.session import Membership
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import Engine
-from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
+from engine_agent.life.engine_life import EngineLife, EngineLifeHolder, LifeSettings
 from engine_agent.life.remembered import Memory
 from engine_agent.members.head import Members
 from engine_agent.memory.engine import MemoryEngine
@@ -101,17 +101,8 @@ def new_life(
     settings: EngineSettings, memory: Memory, members: Members | None, state: EngineState | None = None
 ) -> EngineLife:
     """`state`: what it begins with, if it is not a start."""
-    state = state or _new_state(settings)
-    engine, streaming = new_engine(settings, members), settings.apply == "streaming"
-    return EngineLife(
-        state,
-        engine,
-        memory,
-        deltas=settings.deltas,
-        keep_staging=settings.keep_staging,
-        streaming=streaming,
-        pause=settings.pause,
-    )
+    takes = LifeSettings(settings.deltas, settings.keep_staging, settings.apply == "streaming", settings.pause)
+    return EngineLife(state or _new_state(settings), new_engine(settings, members), memory, takes)
 
 
 def new_engine(settings: EngineSettings, members: Members | None) -> Engine:

@@ -37,7 +37,7 @@ class AgentMetrics(Collector):
             "agent_poisoned": state.weights_kind is WeightsKind.POISONED,
             "agent_life": life.number,
             "agent_live_requests": state.live_requests,
-            "agent_waiting_requests": life.waiting,
+            "agent_waiting_requests": life.counts.waiting,
         }
         for name, text in FAMILIES.items():
             yield GaugeMetricFamily(f"weightplane_{name}", text, value=float(values[name]))

@@ -213,7 +213,7 @@ class Session:
             status=status_of(life),
             endpoint=self._endpoint,
             host_id=host_id(),
-            device_uuids=life.device_uuids,
+            device_uuids=life.lent.device_uuids,
             capabilities=sorted(life.core.capabilities | self._member.capabilities),
             max_term=life.core.term,
             max_coordinator_term=life.core.coordinator_term,

@@ -6,37 +6,32 @@ and that it is started and stopped by one task at a time, under the life's lock.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from controlplane.core.engine_state import LETS_FINISH, Life, Poisoned
 from controlplane.core.errors import EngineDied
 from controlplane.core.versions import WeightVersion
-
-if TYPE_CHECKING:
-    from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.life_parts import LifeParts
 
 
 class Gate:
     """`keep` runs beside its life."""
 
-    def __init__(self, life: EngineLife, lock: asyncio.Lock) -> None:
+    def __init__(self, life: LifeParts) -> None:
         self.runs = True
-        """The scheduler does."""
+        """The scheduler does: requests that are in the engine go on."""
         self._life = life
-        self._lock = lock
 
     async def keep(self) -> None:
         """Level-triggered: the scheduler runs exactly while `_may_step`."""
         try:
             async for _ in self._life.state.watch():
-                async with self._lock:
+                async with self._life.lock:
                     await self._follow()
         except EngineDied as error:
-            self._life.die(str(error))
+            self._life.tasks.die(str(error))
 
     async def _follow(self, *, ran: bool = False) -> None:
         """`ran`: the scheduler ran until this agent itself stopped it, for a moment."""
@@ -68,7 +63,7 @@ class Gate:
         Afterwards, also where the engine did not stand still in time, the gate decides again: it opens by what the
         engine holds and who holds it, and by nothing else (INV-4).
         """
-        async with self._lock:
+        async with self._life.lock:
             ran = self.runs
             try:
                 await self.stop_scheduler()

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import structlog
 
@@ -19,16 +18,14 @@ from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary, CanaryReference
 from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, Poisoned, Residency, Timings
 from controlplane.core.engine_update import Update
-from controlplane.core.errors import CanaryFailed, EngineDied, WeightplaneError
-from controlplane.core.pauses import PauseMode
+from controlplane.core.errors import CanaryFailed
+from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.tracing import Phases
 from engine_agent.engine import InstallReport
+from engine_agent.life.gate import Gate
+from engine_agent.life.life_parts import LifeParts
 from engine_agent.life.spans import trace_install
 from engine_agent.receivers import Receiver
-
-if TYPE_CHECKING:
-    from engine_agent.life.engine_life import EngineLife
-
 
 log = structlog.get_logger(__name__)
 
@@ -40,37 +37,41 @@ class Applied:
     """What an install found out, for the writer."""
 
     report: InstallReport
-    changed_tensors: int | None
-    """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
     canary: Canary | None
     """None: put off until its KV cache is resident."""
     timings: Timings
     content_digest: bytes
+    changed_tensors: int | None = None
+    """Tensors whose bytes differ from what this engine held last; None at its first. 0 hints at the wrong model."""
 
 
 class Install:
     """One install in one life, under the life's lock. `run` once."""
 
-    def __init__(self, life: EngineLife, receiver: Receiver, update: Update) -> None:
+    def __init__(self, life: LifeParts, gate: Gate, receiver: Receiver, update: Update, pause: PausePolicy) -> None:
+        self.receiver = receiver
+        self.update = update
         self._life = life
-        self._receiver = receiver
-        self._update = update
-        self._pause = update.pause or life.pause
+        self._gate = gate
+        self._pause = pause
         self.phases = Phases()
 
-    async def run(self) -> None:
-        """Raises InstallFailed, InstallTimedOut, CanaryFailed, EngineDied, and what kept it from standing still."""
+    async def run(self) -> Applied:
+        """What it found out; its caller claims the version, in the same step (INV-1).
+
+        Raises InstallFailed, InstallTimedOut, CanaryFailed, EngineDied, and what kept it from standing still.
+        """
         self.phases = Phases()  # from the moment that the life's lock is its
         failure: BaseException | None = None
         try:
-            await self._run()
+            return await self._run()
         except BaseException as error:  # also one that nobody planned for, or the life's end, is how it ended
             failure = error
             raise
         finally:
-            tracing.soon(trace_install, self._life.core.state, self._update, self.phases, failure)
+            tracing.soon(trace_install, self._life.core.state, self.update, self.phases, failure)
 
-    async def _run(self) -> None:
+    async def _run(self) -> Applied:
         failpoints.hit("engine.before_install")
         with self.phases.phase("wait"):
             wait = await self._let_finish()
@@ -84,15 +85,15 @@ class Install:
             canary, seconds = await self._prove() if speaks else (None, 0.0)  # put off until there is a KV cache
         failpoints.hit("engine.after_install")
         timings = Timings(quiesce, report.load_seconds, report.cache_seconds, seconds, wait)
-        update = self._update
-        changed = self._life.note_checksums(update)
-        self._life.applied(update, self._receiver, Applied(report, changed, canary, timings, update.content_digest))
+        return Applied(report, canary, timings, self.update.content_digest)
 
     async def _let_finish(self) -> float:
         """Seconds that requests were given to end by themselves; nobody enters meanwhile, since the update holds the
         gate. Those that took longer are named."""
         life = self._life
-        if self._pause.mode is not PauseMode.WAIT or not life.steps:  # what stands still already ends by no waiting
+        if (
+            self._pause.mode is not PauseMode.WAIT or not self._gate.runs
+        ):  # what stands still already ends by no waiting
             return 0.0
         began = time.monotonic()
         left = asyncio.ensure_future(life.requests.none_left())
@@ -110,7 +111,7 @@ class Install:
     async def _stand_still(self) -> float:
         """Seconds until no forward pass ran and every token was with its consumer (INV-11)."""
         began, pause = time.monotonic(), self._pause
-        await self._life.gate.stop_scheduler()
+        await self._gate.stop_scheduler()
         await self._life.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
         if isinstance(
             self._life.core.state.weights, Poisoned
@@ -121,7 +122,7 @@ class Install:
         return time.monotonic() - began
 
     async def _put_in(self) -> InstallReport:
-        staged = self._receiver.staged(self._update.version.label)
+        staged = self.receiver.staged(self.update.version.label)
         self._life.apply(events.Quiesced())  # INV-1: unset from here on
         failpoints.hit("engine.mid_install")
         return await self._life.engine.install(staged)
@@ -129,23 +130,10 @@ class Install:
     async def _prove(self) -> tuple[Canary, float]:
         """What the canary said, and how long it took."""
         began = time.monotonic()
-        return await _spoken(self._life, self._update.version.label, self._update.reference), time.monotonic() - began
+        return await spoken(self._life, self.update.version.label, self.update.reference), time.monotonic() - began
 
 
-async def prove_at_last(life: EngineLife) -> None:
-    """The canary of a version that was installed without a KV cache; the gate is shut meanwhile. Raises EngineDied."""
-    applied = life.core.state.applied
-    try:
-        said = await _spoken(life, applied.label if applied else "unset", life.owed_reference)
-    except EngineDied:
-        raise
-    except WeightplaneError as error:
-        life.disproven(error)
-    else:
-        life.apply(events.Proven(said))
-
-
-async def _spoken(life: EngineLife, label: str, reference: CanaryReference | None) -> Canary:
+async def spoken(life: LifeParts, label: str, reference: CanaryReference | None) -> Canary:
     """What it says of its weights, compared with what the trainer said where it did. Raises CanaryFailed."""
     said = await life.engine.canary()
     if reference is None:

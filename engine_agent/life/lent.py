@@ -29,6 +29,8 @@ class LentDevices:
         """Of a dead engine: all of them were given back."""
         self._noted = memory.lent()
         """Perhaps an earlier life's, which the disk did not let go."""
+        self.device_uuids: tuple[str, ...] = () if self._noted is None else self._noted.device_uuids
+        """The engine's, once it has started. Of a life that never had an engine: what an earlier one noted."""
 
     @property
     def taken(self) -> bool:
@@ -40,32 +42,27 @@ class LentDevices:
         """The engine is dead: a fresh one may take its devices only when they are given back."""
         return self._core.state.life is Life.DEAD and self.taken
 
-    @property
-    def noted_uuids(self) -> tuple[str, ...]:
-        """For a life that has no engine to ask."""
-        return () if self._noted is None else self._noted.device_uuids
-
-    def expect(self, owner: str, device_uuids: tuple[str, ...]) -> None:
+    def expect(self, owner: str) -> None:
         """Before it sleeps for that one. Raises LedgerError, with nothing changed."""
-        lent = self._of(tuple(sorted({*self._owners, owner})), device_uuids)
+        lent = self._of(tuple(sorted({*self._owners, owner})))
         if lent != self._noted:
             self._memory.note_lent(lent)
             self._noted = lent
 
-    def note(self, device_uuids: tuple[str, ...]) -> None:
+    def note(self) -> None:
         """What became of it, after each event. It is decided, so a disk that does not take it now takes it later."""
-        lent = self._of(self._owners, device_uuids)
+        lent = self._of(self._owners)
         if lent != self._noted:
             self._memory.narrow_lent(lent)
             self._noted = lent
 
-    def _of(self, owners: tuple[str, ...], device_uuids: tuple[str, ...]) -> Lent | None:
+    def _of(self, owners: tuple[str, ...]) -> Lent | None:
         before = self._noted
         if before is not None and owners == before.owners:
             return before
         if not owners:
             return None
-        return Lent(owners, max(0 if before is None else before.term, self._core.term), device_uuids)
+        return Lent(owners, max(0 if before is None else before.term, self._core.term), self.device_uuids)
 
     def sleeps_for(self, owner: str) -> bool:
         """No engine is on the devices, and none will be while this one has them: a sleep for it is done."""

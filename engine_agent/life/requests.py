@@ -110,12 +110,12 @@ class Requests:
     def __init__(
         self,
         engine: Engine,
-        counted: Callable[[], None],
+        counted: Callable[[int], None],
         disagreed: Callable[[str], None],
         made: Callable[[WeightVersion, int], None] = lambda version, count: None,
     ) -> None:
-        """`counted` is told when the number of requests changes, `disagreed` when an account is wrong (INV-11), `made`
-        how many tokens were attributed to which version."""
+        """`counted` is told how many requests there are, at each change; `disagreed` when an account is wrong (INV-11);
+        `made` how many tokens were attributed to which version."""
         self._engine = engine
         self._made = made
         self._counted = counted
@@ -171,7 +171,7 @@ class Requests:
         self._none.clear()
         request.pump = asyncio.create_task(self._pump(request, deltas))
         request.pump.add_done_callback(lambda pump: _tell(request, pump))
-        self._counted()
+        self._counted(len(self._live))
         return Parts(request, self._forget)
 
     def _forget(self, request: _Request) -> None:
@@ -181,7 +181,7 @@ class Requests:
         request.pump.cancel()
         if not self._live:
             self._none.set()
-        self._counted()
+        self._counted(len(self._live))
 
     # ---- the gate's side ----
 

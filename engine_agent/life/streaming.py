@@ -11,18 +11,18 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from controlplane import failpoints
 from controlplane.core import engine_events as events
 from controlplane.core.engine_update import Update
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut, WeightplaneError
+from controlplane.core.pauses import PausePolicy
 from engine_agent.engine import InstallReport, StagedPart
-from engine_agent.life.installing import Install
-
-if TYPE_CHECKING:
-    from engine_agent.life.engine_life import EngineLife
-    from engine_agent.receivers import Receiver
+from engine_agent.life.gate import Gate
+from engine_agent.life.installing import Applied, Install
+from engine_agent.life.life_parts import LifeParts
+from engine_agent.receivers import Receiver
 
 _Part = tuple[StagedPart, asyncio.Future[None]]
 
@@ -30,8 +30,8 @@ _Part = tuple[StagedPart, asyncio.Future[None]]
 class StreamingInstall(Install):
     """One streaming install in one life. `run` once, as a task of the life's; the others are its stream's."""
 
-    def __init__(self, life: EngineLife, receiver: Receiver, update: Update) -> None:
-        super().__init__(life, receiver, update)
+    def __init__(self, life: LifeParts, gate: Gate, receiver: Receiver, update: Update, pause: PausePolicy) -> None:
+        super().__init__(life, gate, receiver, update, pause)
         self._waiting: asyncio.Queue[_Part | None] = asyncio.Queue(1)
         """None: the commit frame was taken, no part follows."""
         self._first: _Part | None = None
@@ -60,11 +60,11 @@ class StreamingInstall(Install):
 
     # ---- the install ----
 
-    async def run(self) -> None:
+    async def run(self) -> Applied:
         """Raises as `Install.run` does, and what it was cut with. The life's lock is held meanwhile."""
         try:
             self._first = await self._next()
-            await super().run()
+            return await super().run()
         except WeightplaneError as error:
             self.cut(error)
             if not isinstance(error, (EngineDied, InstallTimedOut)):  # those rebuild the engine
@@ -81,11 +81,11 @@ class StreamingInstall(Install):
 
     async def _put_in(self) -> InstallReport:
         """The engine stands still for all of it, the waiting for bytes too."""
-        assert self._update.assembly is not None, "chunks came"
+        assert self.update.assembly is not None, "chunks came"
         began = time.monotonic()
         self._life.apply(events.Quiesced())  # INV-1: unset from here on
         failpoints.hit("engine.mid_install")
-        await self._life.engine.begin_streaming(self._update.assembly.layout, self._update.version.label)
+        await self._life.engine.begin_streaming(self.update.assembly.layout, self.update.version.label)
         try:
             report = await self._put_in_parts()
         except InstallFailed as error:  # an earlier part may be in, whatever became of the last one

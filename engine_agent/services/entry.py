@@ -103,8 +103,8 @@ async def enter(life: EngineLife, pin: Pin, limit: float) -> WeightVersion:
 
     Raises VersionUnavailable, EngineNotReady, EnginePoisoned, EngineDraining, LimitExceeded.
     """
-    if life.waiting >= MAX_WAITING:
-        raise e.LimitExceeded(what="requests waiting outside the gate", limit=MAX_WAITING, got=life.waiting + 1)
+    if life.counts.waiting >= MAX_WAITING:
+        raise e.LimitExceeded(what="requests waiting outside the gate", limit=MAX_WAITING, got=life.counts.waiting + 1)
 
     def may_enter(state: EngineState) -> bool:
         if state.life in (Life.STOPPING, Life.DEAD):
@@ -118,7 +118,7 @@ async def enter(life: EngineLife, pin: Pin, limit: float) -> WeightVersion:
         return life.open and applied is not None and pin.allows(applied, life.core.commits)
 
     try:
-        with life.waiting_outside():
+        with life.counts.waiting_outside():
             state = await life.state.wait_for(may_enter, limit)
     except TimeoutError:
         raise _not_entered(life, pin) from None

@@ -73,13 +73,13 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
     async def Sleep(self, request: lifecycle_pb2.SleepRequest, context: Any) -> lifecycle_pb2.SleepResponse:
         life = self._fenced(request)
         turn = _turn_of(request, wanted=request.owner.startswith(TRAINERS))
-        await life.sleep(events.SleepRequested(request.owner, request.level, turn))
+        await life.power.sleep(events.SleepRequested(request.owner, request.level, turn))
         return lifecycle_pb2.SleepResponse(status=status_of(life))
 
     async def WakeUp(self, request: lifecycle_pb2.WakeUpRequest, context: Any) -> lifecycle_pb2.WakeUpResponse:
         life = self._fenced(request)
         turn = _turn_of(request, wanted=caller().role is Role.TRAINER and caller().name != ANY)
-        await life.wake(events.WakeRequested(request.owner, request.kv_cache, turn))
+        await life.power.wake(events.WakeRequested(request.owner, request.kv_cache, turn))
         return lifecycle_pb2.WakeUpResponse(status=status_of(life))
 
     async def Drain(self, request: lifecycle_pb2.DrainRequest, context: Any) -> lifecycle_pb2.DrainResponse:

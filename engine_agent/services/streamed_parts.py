@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from controlplane.core import engine_effects as fx
 from controlplane.core.assembly import Record
+from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.streaming import StreamingInstall
 from engine_agent.receivers import PartReceiver
-
-if TYPE_CHECKING:
-    from engine_agent.life.engine_life import EngineLife
-    from engine_agent.life.streaming import StreamingInstall
 
 
 class StreamedParts:
@@ -33,7 +30,7 @@ class StreamedParts:
         """What the core made of a chunk: with the first one the install begins."""
         for effect in effects:
             if isinstance(effect, fx.StartStreaming):
-                self._install = self._life.start_streaming(effect)
+                self._install = self._life.installs.start_streaming(effect)
 
     async def install(self, records: Sequence[Record], complete: Sequence[int]) -> None:
         """A chunk's tensors, checked: returns when those that it completed are in. Raises what ended the install."""

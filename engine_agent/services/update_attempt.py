@@ -132,7 +132,7 @@ class UpdateAttempt:
                 yield frames.ready(version)
             async for response in self._receive(version):
                 yield response
-        yield frames.applied(version, await self._life.outcome(UpdateId(opened.update_id)))
+        yield frames.applied(version, await self._life.installs.outcome(UpdateId(opened.update_id)))
 
     def _check_reference(self, event: events.Opened) -> None:
         """Raises InvalidRequest: the engine could not be asked that. Before anything is touched."""
@@ -228,7 +228,7 @@ class UpdateAttempt:
 
     def _keep(self, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._life.keep(self._stream, receiver)
+        self._life.streams.keep(self._stream, receiver)
 
     def _my_update(self) -> Update:
         """The core's account of this stream. Raises UpdateAborted: it was ended meanwhile."""
@@ -371,7 +371,7 @@ class UpdateAttempt:
         )
         effects = self._life.apply(event)
         if self._parts is None:
-            self._life.start_install(_only(fx.StartInstall, effects))
+            self._life.installs.start(_only(fx.StartInstall, effects))
         else:
             self._parts.finish()
 

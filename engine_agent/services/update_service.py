@@ -49,7 +49,7 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
 
     async def UpdateWeights(self, request_iterator: Frames, context: Any) -> AsyncIterator[Response]:
         life = self._holder.life
-        stream, ended = life.new_stream()
+        stream, ended = life.streams.begin()
         reader = FrameReader(request_iterator, ended, self._idle_seconds)
         attempt = UpdateAttempt(life, stream, reader, self._rules)
         cause, reason = "the stream ended without a commit", "UPDATE_ABORTED"
@@ -69,4 +69,4 @@ class WeightUpdateService(weight_update_pb2_grpc.WeightUpdateServicer):
             reader.close()
             attempt.leave_link()
             attempt.trace(reason, cause)
-            life.end_stream(stream, cause, reason)
+            life.streams.over(stream, cause, reason)

@@ -127,27 +127,33 @@ class VllmEngine:
             workers = await self._meet_workers(core)
         except DeadlineExceeded as e:
             raise core.died(str(e)) from e
-        uuids = self._device_uuids(workers)
-        config = llm.vllm_config.model_config
         drafted = await asyncio.to_thread(self._draft_of, llm)
-        expected = replace(expected_of(tensors, model, _name(config.dtype)), draft=drafted)
-        self._installer_or_none = Installer(core, uuids, expected, self._settings.install_timeout_seconds)
+        expected = replace(expected_of(tensors, model, _name(llm.vllm_config.model_config.dtype)), draft=drafted)
+        initial_digest = await self._name_initial(core, tensors) if self._serve_initial else None
+        self._facts = self._facts_of(core, self._device_uuids(workers), expected, initial_digest)
+        limits = self._settings
+        self._installer_or_none = Installer(core, self._facts.device_uuids, expected, limits.install_timeout_seconds)
         if can_sleep(llm):
-            self._power_or_none = Power(core, self._installer, self._settings.call_timeout_seconds)
-        self._facts = EngineFacts(
-            world_size=len(workers),
-            device_uuids=uuids,
-            vocab_size=config.get_vocab_size(),
-            max_model_len=config.max_model_len,
-            max_logprobs=config.max_logprobs,
-            likeness=self._likeness(llm, len(workers)),
-            max_requests=llm.vllm_config.scheduler_config.max_num_seqs * core.cores,
-            expected=expected,
-            capabilities=self._capabilities(llm) | ({DRAFT} if drafted is not None else set()),
-            pids=tuple(p.pid for p in self._processes),
-            initial_digest=await self._name_initial(core, tensors) if self._serve_initial else None,
-        )
+            self._power_or_none = Power(core, self._installer, limits.call_timeout_seconds)
         return self._facts
+
+    def _facts_of(
+        self, core: Core, uuids: tuple[str, ...], expected: Expected, initial_digest: bytes | None
+    ) -> EngineFacts:
+        config = core.llm.vllm_config
+        return EngineFacts(
+            world_size=len(uuids),
+            device_uuids=uuids,
+            vocab_size=config.model_config.get_vocab_size(),
+            max_model_len=config.model_config.max_model_len,
+            max_logprobs=config.model_config.max_logprobs,
+            likeness=self._likeness(core.llm, len(uuids)),
+            max_requests=config.scheduler_config.max_num_seqs * core.cores,
+            expected=expected,
+            capabilities=self._capabilities(core.llm) | ({DRAFT} if expected.draft is not None else set()),
+            pids=tuple(p.pid for p in self._processes),
+            initial_digest=initial_digest,
+        )
 
     async def _launch(self, log: EngineLog) -> Any:
         try:

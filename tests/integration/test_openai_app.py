@@ -87,7 +87,7 @@ async def opened(model: Path, tmp_path: Path, **more: Any) -> AsyncIterator[Worl
     try:
         async with door.open_for(life):
             commit(life, 1)
-            await asyncio.wait_for(life.outcome(UPDATE), 5)
+            await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
             life.apply(events.FleetChanged(Term(1), Term(1), frozenset({VERSION})))
             await eventually(lambda: life.open)
             world = World(life, door.url)
@@ -135,7 +135,7 @@ async def test_inv11_a_stream_of_vllms_app_over_an_update_tells_its_tokens_apart
     await eventually(lambda: len(world.life.requests) == 1)
     await asyncio.sleep(0.1)
     commit(world.life, 2, newer)
-    await asyncio.wait_for(world.life.outcome(UpdateId("u2")), 5)
+    await asyncio.wait_for(world.life.installs.outcome(UpdateId("u2")), 5)
     world.life.apply(events.FleetChanged(Term(1), Term(1), frozenset({newer})))
     answer = await asking
     lines = [line for line in answer.text.splitlines() if line]

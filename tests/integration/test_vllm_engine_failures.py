@@ -130,7 +130,7 @@ async def test_L4_a_core_that_hangs_shuts_the_gate_though_its_processes_live_and
     life = EngineLife(state, engine, Memory(tmp_path / "e0.json", "run", "policy"))
     await life.start()
     assert life.facts is not None
-    await eventually(lambda: not life.steps)  # the gate of a fresh engine is shut, which is a round trip too
+    await eventually(lambda: not life.gate.runs)  # the gate of a fresh engine is shut, which is a round trip too
     core = min(life.facts.pids, key=lambda p: psutil.Process(p).create_time())
     os.kill(core, signal.SIGSTOP)
     try:

@@ -126,7 +126,7 @@ class Tape:
 async def sample_over_a_border(engine_spans: tuple[tuple[str, int, int], ...]) -> tuple[list[Part], list[str]]:
     """One token before a border, one that still comes behind it, one after the gate opened with version 2."""
     tape, disagreed = Tape(), list[str]()
-    requests = Requests(cast(Engine, tape), lambda: None, disagreed.append)
+    requests = Requests(cast(Engine, tape), lambda live: None, disagreed.append)
     sample = requests.run("r", version(1), [1], SamplingSettings(max_tokens=3))
     await tape.deltas.put(GenerationDelta((7,), ()))
     parts = [await anext(sample)]
@@ -156,7 +156,7 @@ async def test_inv11_the_engines_own_spans_must_agree() -> None:
 
 async def test_inv11_tokens_that_the_engine_counted_otherwise_are_noticed_at_the_border() -> None:
     tape, disagreed = Tape(), list[str]()
-    requests = Requests(cast(Engine, tape), lambda: None, disagreed.append)
+    requests = Requests(cast(Engine, tape), lambda live: None, disagreed.append)
     sample = requests.run("r", version(1), [1], SamplingSettings(max_tokens=3))
     await tape.deltas.put(GenerationDelta((7,), ()))
     await anext(sample)

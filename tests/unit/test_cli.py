@@ -155,10 +155,15 @@ def test_an_expected_error_is_one_line_and_a_code(words: list[str], code: int, l
         ["no-such-command"],
         ["rollback", "policy"],
         ["rollback", "policy", "0"],
+        ["status", "--coordinator", "no-port"],
+        ["status", "--timeout", "0"],
+        ["coordinator", "--log-level", "LOUD"],
     ],
 )
-def test_a_wrong_command_line_is_code_2(words: list[str]) -> None:
-    assert weightplane(*words).returncode == ExitCode.USAGE
+def test_a_wrong_command_line_is_code_2_and_no_traceback(words: list[str]) -> None:
+    ended = weightplane(*words)
+    assert ended.returncode == ExitCode.USAGE
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_trainer_without_a_script_is_told_how(tmp_path: Path) -> None:

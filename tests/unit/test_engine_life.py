@@ -59,13 +59,13 @@ def commit(life: EngineLife, stream: int, version: WeightVersion = VERSION) -> N
     if accept.layout_needed:
         life.apply(events.LayoutArrived(stream, LAYOUT))
     receiver = InlineReceiver(Staging(LAYOUT))
-    life.keep(stream, receiver)
+    life.streams.keep(stream, receiver)
     records = [Record(0, 0, 0, 16, CHECKSUM)]
     life.apply(events.ChunkArrived(stream, version, 0, records, 16))
     receiver.place(records, [Buffer("", inline=bytes(16))])
     life.apply(events.BytesVerified(stream))
     effects = life.apply(events.CommitArrived(stream, version, 1, 16, content_digest([CHECKSUM])))
-    life.start_install(next(x for x in effects if isinstance(x, fx.StartInstall)))
+    life.installs.start(next(x for x in effects if isinstance(x, fx.StartInstall)))
 
 
 async def test_inv6_a_failure_is_told_also_to_who_asks_after_the_end(
@@ -77,7 +77,7 @@ async def test_inv6_a_failure_is_told_also_to_who_asks_after_the_end(
     commit(life, 1)
     for _ in range(2):
         with pytest.raises(InstallFailed):
-            await asyncio.wait_for(life.outcome(UPDATE), 5)
+            await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
     await life.end("done")
 
 
@@ -87,12 +87,12 @@ async def test_inv6_the_same_update_installed_again_is_not_answered_from_the_fir
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     life = await started(tmp_path)
     commit(life, 1)
-    await asyncio.wait_for(life.outcome(UPDATE), 5)
+    await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
     life.apply(events.SpansDisagreed("poisoned since"))
     (tmp_path / "worker.install").write_text("raise")
     commit(life, 2)
     with pytest.raises(InstallFailed):
-        await asyncio.wait_for(life.outcome(UPDATE), 5)
+        await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
     await life.end("done")
 
 
@@ -107,7 +107,7 @@ async def test_inv4_any_failure_after_the_first_byte_is_poison_also_where_nothin
     life = await started(tmp_path, SlowCanary(MemorySettings(), "e0"))
     commit(life, 1)
     with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(life.outcome(UPDATE), 5)
+        await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
     assert isinstance(life.core.state.weights, Poisoned)
     await life.end("done")
 
@@ -118,14 +118,18 @@ ME, YOU = "me", "you"
 
 
 async def serving(tmp_path: Path, **settings: float) -> tuple[EngineLife, MemoryEngine]:
-    """It holds VERSION and serves it."""
     engine = MemoryEngine(MemorySettings(**settings), "e0")  # type: ignore[arg-type]
+    return await serving_with(tmp_path, engine), engine
+
+
+async def serving_with(tmp_path: Path, engine: MemoryEngine) -> EngineLife:
+    """It holds VERSION and serves it."""
     life = await started(tmp_path, engine)
     commit(life, 1)
-    await asyncio.wait_for(life.outcome(UPDATE), 5)
+    await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
     life.apply(events.FleetChanged(Term(1), Term(1), frozenset({VERSION})))
     await eventually(lambda: life.open)
-    return life, engine
+    return life
 
 
 async def generated(life: EngineLife, max_tokens: int) -> tuple[int, str | None]:
@@ -137,11 +141,11 @@ async def generated(life: EngineLife, max_tokens: int) -> tuple[int, str | None]
 
 
 def sleep(life: EngineLife, owner: str = ME, level: int = 1) -> asyncio.Task[None]:
-    return asyncio.create_task(life.sleep(events.SleepRequested(owner, level)))
+    return asyncio.create_task(life.power.sleep(events.SleepRequested(owner, level)))
 
 
 def wake(life: EngineLife, owner: str = ME, *, kv: bool = True) -> asyncio.Task[None]:
-    return asyncio.create_task(life.wake(events.WakeRequested(owner, kv)))
+    return asyncio.create_task(life.power.wake(events.WakeRequested(owner, kv)))
 
 
 def residency(life: EngineLife) -> Residency:
@@ -177,22 +181,33 @@ async def test_p2_level_2_drops_the_version_before_the_weights(tmp_path: Path) -
     await life.end("done")
 
 
+class FaultyOnceTold(MemoryEngine):
+    """Its canary finds fault from when it is told so."""
+
+    faulty = False
+
+    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
+        if self.faulty:
+            raise CanaryFailed("e0", "2", "a logprob is not finite")
+        return await super().canary(prompt)
+
+
 @pytest.mark.parametrize("sound", [True, False])
 async def test_inv1_what_was_installed_without_a_kv_cache_serves_only_after_its_canary(
     tmp_path: Path, *, sound: bool
 ) -> None:
-    life, engine = await serving(tmp_path)
+    engine = FaultyOnceTold(MemorySettings(), "e0")
+    life = await serving_with(tmp_path, engine)
     trainer = "trainer:t"
     await sleep(life, trainer, level=2)
     await wake(life, trainer, kv=False)
     newer = WeightVersion(2, Term(1))
     commit(life, 2, newer)
-    found = await asyncio.wait_for(life.outcome(UpdateId("u2")), 5)
+    found = await asyncio.wait_for(life.installs.outcome(UpdateId("u2")), 5)
     life.apply(events.FleetChanged(Term(1), Term(1), frozenset({newer})))
     assert (found.canary, life.core.state.applied, life.open) == (None, newer, False)
     assert "kv" not in engine.resident
-    if not sound:
-        life.engine = SilentCanary(engine)  # type: ignore[assignment]
+    engine.faulty = not sound
     await wake(life, trainer)
     assert life.core.state.held_by(HoldKind.UNPROVEN) is None
     if sound:
@@ -202,27 +217,14 @@ async def test_inv1_what_was_installed_without_a_kv_cache_serves_only_after_its_
     await life.end("done")
 
 
-class SilentCanary:
-    """An engine whose canary found fault."""
-
-    def __init__(self, engine: MemoryEngine) -> None:
-        self._engine = engine
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self._engine, name)
-
-    async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
-        raise CanaryFailed("e0", "2", "a logprob is not finite")
-
-
 async def test_the_weights_memory_alone_does_not_bring_back_an_engine_that_died_asleep(tmp_path: Path) -> None:
     """Its trainer pushes beside what it holds itself: a fresh engine would take all of the devices."""
     life = await started(tmp_path)
-    await life.sleep(events.SleepRequested("trainer:t", 1))
+    await life.power.sleep(events.SleepRequested("trainer:t", 1))
     await life.end("killed")
     for kv in (False, True):
         with pytest.raises(EngineNotReady):
-            await life.wake(events.WakeRequested("trainer:t", kv))
+            await life.power.wake(events.WakeRequested("trainer:t", kv))
         assert life.lent.free.is_set() is kv
 
 
@@ -292,7 +294,7 @@ async def test_inv4_an_install_is_never_cut_by_sleep_and_waking_in_its_middle_op
     await wake(life)
     life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, ME), present=False))
     assert (life.core.gate_open, life.open) == (False, False)
-    await asyncio.wait_for(life.outcome(UpdateId("u2")), 5)
+    await asyncio.wait_for(life.installs.outcome(UpdateId("u2")), 5)
     assert life.core.state.applied == newer
     await life.end("done")
 
@@ -341,7 +343,7 @@ async def test_a_draining_engine_that_is_paused_too_stands_still_and_then_goes_o
     drain(life)
     pause = Hold(HoldKind.OPERATOR, ME)
     life.apply(events.HoldChanged(pause, present=True))
-    await eventually(lambda: not life.steps)
+    await eventually(lambda: not life.gate.runs)
     await asyncio.sleep(0.05)
     assert not sample.done()
     life.apply(events.HoldChanged(pause, present=False))

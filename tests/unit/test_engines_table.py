@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
+import pytest
 from rich.console import Console, RenderableType
 
-from controlplane.cli.engines_table import engines_json, render_engines, since
+from controlplane.cli.engines_table import engines_json, render_engines
+from controlplane.cli.fleet_table import render_fleet, since
 from controlplane.cli.rollback_table import changes, render_outcomes, verdict
+from controlplane.cli.updates_table import render_updates
 from tests.support.golden import assert_golden
-from tests.unit.test_fleet_table import NOW, at, engine, outcome, version
+from tests.unit.test_fleet_table import NOW, at, engine, outcome, version, whole_fleet
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 TRUE, FALSE = engine_pb2.CONDITION_STATUS_TRUE, engine_pb2.CONDITION_STATUS_FALSE
@@ -53,11 +57,34 @@ def engines() -> operator_pb2.FleetView:
     return operator_pb2.FleetView(run_id="run-a", coordinator_term=3, engines=[serving, behind, lost])
 
 
-def shown(what: RenderableType) -> str:
-    console = Console(width=150, no_color=True, force_terminal=False, soft_wrap=True)
+def shown(what: RenderableType, width: int = 150) -> str:
+    console = Console(width=width, no_color=True, force_terminal=False, soft_wrap=True)
     with console.capture() as capture:
         console.print(what)
     return capture.get()
+
+
+def unheld() -> operator_pb2.FleetView:
+    view = whole_fleet()
+    for each in view.engines:
+        del each.status.holds[:]
+    return view
+
+
+@pytest.mark.parametrize(
+    ("table", "headings"),
+    [
+        (lambda: render_fleet(unheld(), NOW), "ENGINE STATE APPLIED SERVED GATE LIVE WAITING ENDPOINT SEEN"),
+        (lambda: render_engines(unheld(), NOW), "ENGINE STATE APPLIED DESIRED"),
+        (lambda: render_updates(unheld(), 5, NOW), "UPDATE MODEL VERSION STEP PHASE BEGAN GO DECISION APPLIED"),
+    ],
+)
+def test_at_80_columns_a_table_fits_and_every_heading_is_whole(
+    table: Callable[[], RenderableType], headings: str
+) -> None:
+    lines = shown(table(), 80).splitlines()
+    assert set(headings.split()) <= {word for line in lines for word in line.split()}
+    assert max(map(len, lines)) <= 80
 
 
 def test_engines_read_as_reviewed() -> None:

@@ -50,10 +50,10 @@ class Rig:
 
     async def sleep(self, *owners: str) -> None:
         for owner in owners:
-            await self.life.sleep(events.SleepRequested(owner, 1))
+            await self.life.power.sleep(events.SleepRequested(owner, 1))
 
     async def wake(self, owner: str) -> None:
-        await self.life.wake(events.WakeRequested(owner, True))
+        await self.life.power.wake(events.WakeRequested(owner, True))
 
     @property
     def sleepers(self) -> set[str]:
@@ -132,8 +132,8 @@ async def test_a_sleep_that_is_refused_says_why_though_its_note_cannot_be_taken_
     lent = rig.life.lent
     expect = lent.expect
 
-    def and_then_it_is_full(owner: str, device_uuids: tuple[str, ...]) -> None:
-        expect(owner, device_uuids)
+    def and_then_it_is_full(owner: str) -> None:
+        expect(owner)
         rig.fill()
 
     monkeypatch.setattr(lent, "expect", and_then_it_is_full)
@@ -150,7 +150,7 @@ async def test_a_sleep_that_is_refused_says_why_though_its_note_cannot_be_taken_
 async def test_an_install_that_ends_on_a_full_disk_is_claimed_and_its_number_is_owed(rig: Rig) -> None:
     commit(rig.life, 1)
     rig.fill()
-    await asyncio.wait_for(rig.life.outcome(UPDATE), 5)
+    await asyncio.wait_for(rig.life.installs.outcome(UPDATE), 5)
     assert rig.life.core.state.applied == VERSION
     assert rig.life.state.value.applied == VERSION
     assert rig.on_disk.number < VERSION.number
@@ -166,7 +166,7 @@ async def test_inv7_no_writer_is_let_in_while_a_term_that_was_seen_is_not_on_the
     for stream in (1, 2):
         with pytest.raises(LedgerError):
             rig.life.apply(opened(stream))
-        rig.life.end_stream(stream, "refused", "LEDGER_ERROR")
+        rig.life.streams.over(stream, "refused", "LEDGER_ERROR")
         progress = rig.life.core.state.progress
         assert progress is not None
         assert progress.stage is Stage.ABORTED

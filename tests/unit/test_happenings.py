@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from controlplane.coordinator.happenings import AT_ONCE, KEPT, Happenings, changes
+from controlplane.coordinator.metrics import FleetMetrics
 from controlplane.core.engine_state import Hold, HoldKind, Stage
 from tests.support.scripted_fleet import POLICY, ScriptedFleet, poisoned
 from weightplane.v1 import operator_pb2
@@ -46,6 +47,30 @@ def test_inv8_silence_is_told_and_what_was_said_before_it_is_no_state() -> None:
     assert view.events[0].alarming
     assert not view.engines[1].HasField("lag")
     assert view.engines[0].lag == 0
+
+
+def test_a_trainer_that_says_goodbye_left_and_is_no_alarm_and_one_that_falls_silent_is() -> None:
+    fleet = ScriptedFleet(1)
+    fleet.lose("trainer")
+    silent = fleet.view()
+    assert (names(silent)[0], silent.events[0].alarming) == (("trainer_silent", "trainer"), True)
+    assert not silent.trainers[0].left
+    fleet = ScriptedFleet(1)
+    fleet.leave("trainer")
+    gone = fleet.view()
+    assert (names(gone)[0], gone.events[0].alarming) == (("trainer_left", "trainer"), False)
+    assert (gone.trainers[0].left, gone.trainers[0].connected) == (True, False)
+    assert not [s for f in FleetMetrics(lambda: gone).collect() for s in f.samples if "trainer" in s.labels]
+    assert [s for f in FleetMetrics(lambda: silent).collect() for s in f.samples if "trainer" in s.labels]
+
+
+def test_a_trainer_that_left_and_comes_back_is_missed_again() -> None:
+    fleet = ScriptedFleet(1)
+    fleet.leave("trainer")
+    fleet.train()
+    assert not fleet.view().trainers[0].left
+    fleet.lose("trainer")
+    assert not fleet.view().trainers[0].left
 
 
 def test_what_somebody_should_look_at_is_alarming_and_the_rest_is_not() -> None:

@@ -18,7 +18,7 @@ from controlplane.core.errors import InstallFailed
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.engine_life import EngineLife, LifeSettings
 from engine_agent.life.remembered import Memory
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
@@ -90,7 +90,7 @@ def test_memory_of_another_size_is_let_go_of_and_so_is_what_comes_after_the_end(
 async def started(tmp_path: Path) -> EngineLife:
     state = EngineState(RunId("run"), ModelName("policy"), EngineId("e0"), Incarnation("i"))
     engine = MemoryEngine(MemorySettings(), "e0")
-    life = EngineLife(state, engine, Memory(tmp_path / "e0.json", "run", "policy"), keep_staging=True)
+    life = EngineLife(state, engine, Memory(tmp_path / "e0.json", "run", "policy"), LifeSettings(keep_staging=True))
     await life.start()
     life.apply(events.FleetChanged(Term(1), Term(1), frozenset()))
     return life
@@ -105,7 +105,7 @@ async def installed(life: EngineLife, number: int) -> int:
         life.apply(events.LayoutArrived(number, LAYOUT))
     staging = Staging(LAYOUT, spare=life.spare)
     receiver, inode = InlineReceiver(staging), file_of(staging)
-    life.keep(number, receiver)
+    life.streams.keep(number, receiver)
     checksum = xxhash.xxh3_64_digest(data)
     record = Record(0, 0, 0, 16, checksum)
     life.apply(events.ChunkArrived(number, version, 0, [record], 16))
@@ -113,8 +113,8 @@ async def installed(life: EngineLife, number: int) -> int:
     receiver.check(0, checksum)
     life.apply(events.BytesVerified(number))
     effects = life.apply(events.CommitArrived(number, version, 1, 16, content_digest([checksum])))
-    life.start_install(next(x for x in effects if isinstance(x, fx.StartInstall)))
-    await asyncio.wait_for(life.outcome(update), 5)
+    life.installs.start(next(x for x in effects if isinstance(x, fx.StartInstall)))
+    await asyncio.wait_for(life.installs.outcome(update), 5)
     await asyncio.sleep(0)
     return inode
 

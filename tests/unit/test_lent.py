@@ -57,14 +57,14 @@ class Looks(MemoryEngine):
 async def test_it_is_on_the_disk_before_the_engine_sleeps_and_until_it_is_wholly_awake(tmp_path: Path) -> None:
     engine = Looks(memory(tmp_path))
     life = await started(tmp_path, engine)
-    await life.sleep(events.SleepRequested(TRAINER, 1))
+    await life.power.sleep(events.SleepRequested(TRAINER, 1))
     assert engine.noted == Lent((TRAINER,), 4, (DEVICE,))
-    await life.sleep(events.SleepRequested(PERSON, 1))
+    await life.power.sleep(events.SleepRequested(PERSON, 1))
     assert memory(tmp_path).lent() == Lent((PERSON, TRAINER), 4, (DEVICE,))
-    await life.wake(events.WakeRequested(PERSON, True))
-    await life.wake(events.WakeRequested(TRAINER, False))
+    await life.power.wake(events.WakeRequested(PERSON, True))
+    await life.power.wake(events.WakeRequested(TRAINER, False))
     assert memory(tmp_path).lent() == Lent((TRAINER,), 4, (DEVICE,))
-    await life.wake(events.WakeRequested(TRAINER, True))
+    await life.power.wake(events.WakeRequested(TRAINER, True))
     assert memory(tmp_path).lent() is None
     await life.end("done")
 
@@ -72,7 +72,7 @@ async def test_it_is_on_the_disk_before_the_engine_sleeps_and_until_it_is_wholly
 async def test_a_sleep_that_is_refused_leaves_no_note(tmp_path: Path) -> None:
     life = await started(tmp_path, MemoryEngine(MemorySettings(can_sleep=False), "e0"))
     with pytest.raises(UnsupportedByEngine):
-        await life.sleep(events.SleepRequested(TRAINER, 1))
+        await life.power.sleep(events.SleepRequested(TRAINER, 1))
     assert memory(tmp_path).lent() is None
     await life.end("done")
 
@@ -81,7 +81,7 @@ async def test_what_cannot_be_noted_does_not_sleep(tmp_path: Path) -> None:
     life = await started(tmp_path)
     (tmp_path / "e0.lent.tmp").mkdir()
     with pytest.raises(LedgerError):
-        await life.sleep(events.SleepRequested(TRAINER, 1))
+        await life.power.sleep(events.SleepRequested(TRAINER, 1))
     assert life.core.state.residency is Residency.AWAKE
     assert not life.core.state.holds
     await life.end("done")
@@ -94,10 +94,10 @@ async def test_an_agent_that_starts_anew_has_a_dead_engine_that_sleeps_and_start
     assert state.holds == {Hold(HoldKind.ASLEEP, TRAINER)}
     assert not isinstance(state.weights, Held)
     assert life.lent.taken
-    assert life.device_uuids == (DEVICE,)
-    await life.sleep(events.SleepRequested("trainer:t1", 2))  # nothing is on the devices: done
+    assert life.lent.device_uuids == (DEVICE,)
+    await life.power.sleep(events.SleepRequested("trainer:t1", 2))  # nothing is on the devices: done
     with pytest.raises(EngineNotReady):
-        await life.sleep(events.SleepRequested(PERSON, 1))
+        await life.power.sleep(events.SleepRequested(PERSON, 1))
 
 
 @pytest.mark.parametrize(
@@ -120,13 +120,13 @@ async def test_what_sleeps_for_a_person_too_waits_for_their_word(tmp_path: Path)
     assert memory(tmp_path).lent() == Lent((PERSON,), 4, (DEVICE,))
     for owner in (TRAINER, "bob"):
         with pytest.raises(EngineNotReady):
-            await life.wake(events.WakeRequested(owner, True))
+            await life.power.wake(events.WakeRequested(owner, True))
         assert not life.lent.free.is_set()
     with pytest.raises(EngineNotReady):  # weights alone go nowhere
-        await life.wake(events.WakeRequested(PERSON, False))
+        await life.power.wake(events.WakeRequested(PERSON, False))
     assert not life.lent.free.is_set()
     with pytest.raises(EngineNotReady):
-        await life.wake(events.WakeRequested(PERSON, True))
+        await life.power.wake(events.WakeRequested(PERSON, True))
     await asyncio.wait_for(life.lent.free.wait(), 1)
     assert memory(tmp_path).lent() is None
 

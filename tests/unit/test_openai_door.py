@@ -70,7 +70,7 @@ async def made(tmp_path: Path, *, seconds_per_token: float = 0.0, settings: Open
     world = World(await started(tmp_path, engine), settings)
     await world.door.open(world.life)
     commit(world.life, 1)
-    await asyncio.wait_for(world.life.outcome(UPDATE), 5)
+    await asyncio.wait_for(world.life.installs.outcome(UPDATE), 5)
     world.serve(VERSION)
     await eventually(lambda: world.life.open)
     return world
@@ -107,7 +107,7 @@ async def test_n_samples_come_as_one_answer_with_their_spans_in_order(world: Wor
 
 async def _update(world: World) -> None:
     commit(world.life, 2, NEWER)
-    await asyncio.wait_for(world.life.outcome(UpdateId("u2")), 5)
+    await asyncio.wait_for(world.life.installs.outcome(UpdateId("u2")), 5)
 
 
 async def test_inv11_tokens_of_two_versions_are_told_apart_and_no_version_is_named_for_all(world: World) -> None:
@@ -185,7 +185,7 @@ async def test_a_request_waits_outside_a_shut_gate_and_no_longer_than_it_may(wor
     world.hold(present=True)
     await eventually(lambda: not world.life.open)
     waiting = asyncio.create_task(world.ask())
-    await eventually(lambda: world.life.waiting == 1)
+    await eventually(lambda: world.life.counts.waiting == 1)
     assert not world.engine.seen
     world.hold(present=False)
     assert (await waiting).status_code == 200

@@ -31,7 +31,7 @@ class BreakingEngine(MemoryEngine):
 async def test_inv11_a_border_goes_past_what_the_engine_ended_and_its_reader_has_not_read() -> None:
     wrong: list[str] = []
     engine = MemoryEngine(MemorySettings(), "e0", serve_initial=True)
-    requests = Requests(engine, lambda: None, wrong.append)
+    requests = Requests(engine, lambda live: None, wrong.append)
     parts = requests.run("r", FROZEN, [1, 2], SAMPLING)
     await eventually(lambda: parts._request.ended)
     requests.draw_border(await engine.quiesce())
@@ -42,7 +42,7 @@ async def test_inv11_a_border_goes_past_what_the_engine_ended_and_its_reader_has
 async def test_inv11_a_request_that_broke_off_is_no_account_that_disagrees() -> None:
     wrong: list[str] = []
     engine = BreakingEngine(MemorySettings(), "e0", serve_initial=True)
-    requests = Requests(engine, lambda: None, wrong.append)
+    requests = Requests(engine, lambda live: None, wrong.append)
     parts = requests.run("r", FROZEN, [1, 2], SAMPLING)
     await eventually(lambda: parts._request.ended)
     requests.draw_border(await engine.quiesce())

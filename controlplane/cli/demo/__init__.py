@@ -1,4 +1,5 @@
 """`weightplane demo`: the main job on one machine, every part of it a real process.
 
-It starts what a user would start, by the same settings: nothing of it may be simulated, and nothing else may need it.
+It uses nothing that a user could not: the daemons' own commands, the rollout client, a `TrainerRank` in a loop. What
+would be needed here and nowhere else does not belong in it.
 """

@@ -10,36 +10,43 @@ import typer
 from controlplane.cli.demo.settings import DemoModel, DemoSettings, default_cache_dir
 from controlplane.cli.ending import reported
 
+Model = Annotated[DemoModel, typer.Option("--model", help="What to train: SmolLM2-135M, or a tiny random model.")]
+Steps = Annotated[
+    int | None,
+    typer.Option("--steps", min=1, help="Training steps, each pushed to both engines.  [default: by model]"),
+]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="At the end compare both engines with a fresh one, token by token.")
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", help="Print one line of JSON on stdout at the end; the rest goes to stderr.")
+]
+Keep = Annotated[
+    Path | None, typer.Option("--keep", metavar="DIR", help="Work in DIR and keep it: logs, state, weights.")
+]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of prompts, sampling and training.")]
+Listen = Annotated[
+    str, typer.Option("--listen", metavar="HOST:PORT", help="Where the coordinator serves; port 0 takes any.")
+]
+Cache = Annotated[
+    Path | None, typer.Option("--cache", metavar="DIR", help="Where models are kept.  [default: ~/.cache/weightplane]")
+]
+LimitSeconds = Annotated[
+    float, typer.Option("--limit-seconds", help="Give up after this long; fetching the model does not count.")
+]
+
 
 @reported
 def demo(
-    model: Annotated[
-        DemoModel, typer.Option("--model", help="What to train: SmolLM2-135M, or a tiny random model.")
-    ] = DemoModel.SMOLLM2,
-    steps: Annotated[
-        int | None,
-        typer.Option("--steps", min=1, help="Training steps, each pushed to both engines.  [default: by model]"),
-    ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="At the end compare both engines with a fresh one, token by token.")
-    ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON on stdout at the end; the rest goes to stderr.")
-    ] = False,
-    keep: Annotated[
-        Path | None, typer.Option("--keep", metavar="DIR", help="Work in DIR and keep it: logs, state, weights.")
-    ] = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of prompts, sampling and training.")] = 0,
-    listen: Annotated[
-        str, typer.Option("--listen", metavar="HOST:PORT", help="Where the coordinator serves; port 0 takes any.")
-    ] = "127.0.0.1:7070",
-    cache: Annotated[
-        Path | None,
-        typer.Option("--cache", metavar="DIR", help="Where models are kept.  [default: ~/.cache/weightplane]"),
-    ] = None,
-    limit_seconds: Annotated[
-        float, typer.Option("--limit-seconds", help="Give up after this long; fetching the model does not count.")
-    ] = 1800.0,
+    model: Model = DemoModel.SMOLLM2,
+    steps: Steps = None,
+    verify: Verify = False,
+    as_json: AsJson = False,
+    keep: Keep = None,
+    seed: Seed = 0,
+    listen: Listen = "127.0.0.1:7070",
+    cache: Cache = None,
+    limit_seconds: LimitSeconds = 1800.0,
 ) -> int:
     """Train a small model here: a coordinator, two vLLM engines and a Megatron trainer of two ranks.
 

@@ -70,13 +70,13 @@ function updateFigure(fleet, now) {
 
 function trainerFigure(trainer, now) {
   const left = (millis(trainer.lease_expire_time) - now) / 1000;
-  const lease = left > 0 ? "" : `; lease expired ${age(-left)} ago`;
+  const lease = left > 0 || trainer.left ? "" : `; lease expired ${age(-left)} ago`;
   const step = trainer.status.step === undefined ? "" : `step ${trainer.status.step} `;
   return {
     label: trainer.trainer_id,
-    value: trainer.connected ? `${step}${trainer.status.phase || "joined"}` : "not connected",
+    value: trainer.connected ? `${step}${trainer.status.phase || "joined"}` : trainer.left ? "left" : "not connected",
     note: `${trainer.rank_count ? `${trainer.rank_count} ranks, ` : ""}term ${trainer.term}${lease}`,
-    look: !trainer.connected,
+    look: !trainer.connected && !trainer.left,
   };
 }
 

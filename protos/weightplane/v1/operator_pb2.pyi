@@ -1000,6 +1000,7 @@ class TrainerView(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     RANK_COUNT_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """Its name."""
     model: _builtins.str
@@ -1012,6 +1013,10 @@ class TrainerView(_message.Message):
     """Its session lives."""
     rank_count: _builtins.int
     """Number of ranks."""
+    left: _builtins.bool
+    """It said goodbye and is not missed: its lease is over, and another may have it. False while it is connected, and when
+    it fell silent or the coordinator restarted since.
+    """
     @_builtins.property
     def status(self) -> _fleet_pb2.TrainerStatus:
         """Its last status."""
@@ -1031,10 +1036,11 @@ class TrainerView(_message.Message):
         connected: _builtins.bool = ...,
         lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
         rank_count: _builtins.int = ...,
+        left: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_expire_time", b"lease_expire_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "incarnation", b"incarnation", "lease_expire_time", b"lease_expire_time", "model", b"model", "rank_count", b"rank_count", "status", b"status", "term", b"term", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "incarnation", b"incarnation", "lease_expire_time", b"lease_expire_time", "left", b"left", "model", b"model", "rank_count", b"rank_count", "status", b"status", "term", b"term", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
