@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from controlplane.core.engine_state import Held
 from controlplane.core.errors import EngineMisfit
 from controlplane.core.names import natural_key
-from controlplane.core.plan import EnginePlace, LinkFate, Load, Plan, RankPlace, Transport
-from controlplane.core.plan_costs import BY_REFERENCE, engine_costs, sender_costs
+from controlplane.core.plan import BY_REFERENCE, EnginePlace, LinkFate, Load, Plan, RankPlace, Transport
+from controlplane.core.plan_costs import engine_costs, sender_costs
 from controlplane.core.planner import Ways, check_fit, make_plan
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, WeightVersion
 
