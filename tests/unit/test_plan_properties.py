@@ -196,7 +196,7 @@ def test_inv5_a_base_is_only_given_where_it_is_held_and_one_rank_sends(fleet: Fl
     for a in fleet.plan().assignments:
         if a.base is not None:
             assert (a.base, a.engine.engine_id in fleet.ways.holders, len(a.ranks)) == (BASE, True, 1)
-            assert a.transport in (Transport.INLINE, Transport.BROADCAST)
+            assert a.transport not in BY_REFERENCE
 
 
 @settings(max_examples=40)
