@@ -9,12 +9,11 @@ shared_memory: begin to go of the same push, against one memcpy of its bytes int
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 
 import torch
 
-from bench.harness import Row, interleave, paired_ratio, spread
+from bench.harness import Row, Timed, interleave, paired_ratio, spread
 from bench.raw_gloo import link_pair, raw_pair
 from bench.wire_fleet import Weights, wire_fleet
 
@@ -42,26 +41,12 @@ def _broadcasts(weights: Weights, rounds: int) -> list[Row]:
         samples = interleave(ways, rounds=rounds, warm_up=1)
     size, gloo = f"{weights.byte_count / 1e6:.0f} MB", samples["gloo"]
     push = f"begin to go of a push of {size}, against raw gloo"
-    return [
-        _row("broadcast link", f"{size} through a link, against raw gloo", samples["link"], gloo),
-        _row("broadcast push", push, samples["push"], gloo),
-        _row("broadcast push, keep_staging", push, samples["kept"], gloo),
+    rows = [
+        Timed("broadcast link", f"{size} through a link, against raw gloo", samples["link"], gloo, against="gloo"),
+        Timed("broadcast push", push, samples["push"], gloo, against="gloo"),
+        Timed("broadcast push, keep_staging", push, samples["kept"], gloo, against="gloo"),
     ]
-
-
-def _row(name: str, what: str, ours: Sequence[float], other: Sequence[float]) -> Row:
-    speed = paired_ratio(other, ours)
-    return Row(
-        name=name,
-        what=what,
-        ours=spread(ours).median,
-        other=spread(other).median,
-        unit="s",
-        ratio=speed,
-        goal=f"other / ours >= {GOAL}",
-        met=speed >= GOAL,
-        samples={"ours": ours, "gloo": other},
-    )
+    return [row.quicker(GOAL) for row in rows]
 
 
 def _by_reference(weights: Weights, rounds: int) -> Row:

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.coordinator import engines as heard
+from bench.coordinator import start_coordinator
 from bench.engine_host import RUN
-from bench.processes import Processes, processes, write_toml
+from bench.processes import Processes, processes
 from controlplane.cli.ask import get_fleet
 from weightplane.v1 import operator_pb2
 
@@ -39,7 +41,7 @@ class Fleet:
         return asyncio.run(get_fleet(self.address, seconds))
 
     def known(self) -> int:
-        return sum(e.known for e in self.view().engines)
+        return len(heard(self.address))
 
 
 @contextmanager
@@ -47,17 +49,7 @@ def fleet(directory: Path, engines: int, **settings: Any) -> Iterator[Fleet]:
     """Until all engines are known. `settings` are the coordinator's."""
     directory.mkdir(parents=True, exist_ok=True)
     with processes(directory) as started:
-        address_file = directory / "address"
-        values = {
-            "listen": "127.0.0.1:0",
-            "address_file": str(address_file),
-            "run_id": RUN,
-            "state_dir": str(directory),
-        }
-        config = write_toml(directory / "coordinator.toml", values | settings)
-        started.start("coordinator", "-m", "controlplane.cli.main", "coordinator", "--config", str(config))
-        started.wait(address_file.exists, "the coordinator's start")
-        found = Fleet(address_file.read_text(), started, engines)
+        found = Fleet(start_coordinator(started, RUN, **settings), started, engines)
         for first, count in hosts(engines):
             words = ("-m", "bench.engine_host", found.address, str(directory / "engines"), str(first), str(count))
             started.start(f"engines-{first}", *words)

@@ -24,7 +24,7 @@ import platform
 import statistics
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata
@@ -103,6 +103,43 @@ def paired_ratio(ours: Sequence[float], other: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, other, strict=True))
 
 
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """Seconds of two contenders in the same rounds, on their way to be a row."""
+
+    name: str
+    what: str
+    ours: Sequence[float]
+    other: Sequence[float]
+    note: str = ""
+    against: str = "other"
+    """The other's name in the plot."""
+
+    def quicker(self, goal: float) -> Row:
+        """How many times as long the other takes; it is to be at least `goal`."""
+        ratio = paired_ratio(self.other, self.ours)
+        return self._row(ratio, f"other / ours >= {goal:g}", ratio >= goal)
+
+    def not_slower(self, goal: float) -> Row:
+        """Where ours has more to do: how many times as long it takes; it is to be at most `goal`."""
+        ratio = paired_ratio(self.ours, self.other)
+        return self._row(ratio, f"ours / other <= {goal:g}", ratio <= goal)
+
+    def _row(self, ratio: float, goal: str, met: bool) -> Row:
+        return Row(
+            name=self.name,
+            what=self.what,
+            ours=spread(self.ours).median,
+            other=spread(self.other).median,
+            unit="s",
+            ratio=ratio,
+            goal=goal,
+            met=met,
+            note=self.note,
+            samples={"ours": self.ours, self.against: self.other},
+        )
+
+
 # ---- interleaved runs ---------------------------------------------------------------------------
 
 
@@ -115,21 +152,6 @@ def interleave(
         for name in _turned(list(contenders), index):
             started = time.perf_counter()
             told = contenders[name]()
-            taken = time.perf_counter() - started if told is None else told
-            if index >= warm_up:
-                samples[name].append(taken)
-    return samples
-
-
-async def interleave_async(
-    contenders: Mapping[str, Callable[[], Awaitable[float | None]]], *, rounds: int, warm_up: int = 1
-) -> dict[str, list[float]]:
-    """As `interleave`, for contenders of one event loop."""
-    samples: dict[str, list[float]] = {name: [] for name in contenders}
-    for index in range(warm_up + rounds):
-        for name in _turned(list(contenders), index):
-            started = time.perf_counter()
-            told = await contenders[name]()
             taken = time.perf_counter() - started if told is None else told
             if index >= warm_up:
                 samples[name].append(taken)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 from bench.bare_stream import bare_receiver, send
-from bench.harness import Row, interleave, paired_ratio, spread
+from bench.harness import Row, Timed, interleave, spread
 from bench.wire_fleet import Weights, wire_fleet
 
 DEADLINE_SECONDS = 240
@@ -49,17 +49,7 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _row(name: str, ours: Sequence[float], other: Sequence[float], byte_count: int) -> Row:
-    speed = paired_ratio(other, ours)
     rates = [byte_count / spread(seconds).median / 1e9 for seconds in (ours, other)]
-    return Row(
-        name=name,
-        what=f"begin to go of a push of {byte_count / 1e6:.0f} MB, against as many bytes in a bare stream of grpc.aio",
-        ours=spread(ours).median,
-        other=spread(other).median,
-        unit="s",
-        ratio=speed,
-        goal=f"other / ours >= {GOAL}",
-        met=speed >= GOAL,
-        note=f"{rates[0]:.2f} and {rates[1]:.2f} GB/s; copies: docs/performance.md",
-        samples={"ours": ours, "grpc.aio": other},
-    )
+    what = f"begin to go of a push of {byte_count / 1e6:.0f} MB, against as many bytes in a bare stream of grpc.aio"
+    note = f"{rates[0]:.2f} and {rates[1]:.2f} GB/s; copies: docs/performance.md"
+    return Timed(name, what, ours, other, note, against="grpc.aio").quicker(GOAL)

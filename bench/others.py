@@ -14,7 +14,7 @@ import statistics
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.harness import Row, interleave, paired_ratio, spread
+from bench.harness import Row, Timed, interleave
 from bench.push import Pushes
 from bench.real.fleet import RUN, quiet, real_fleet
 from bench.real.http_server import http_pushes
@@ -56,16 +56,5 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _row(name: str, what: str, ours: list[float], other: list[float], goal: float, canary: float) -> Row:
-    ratio = paired_ratio(other, ours)
-    return Row(
-        name=name,
-        what=f"weights in the trainer's memory to an engine that takes requests, without the canary; other: {what}",
-        ours=spread(ours).median,
-        other=spread(other).median,
-        unit="s",
-        ratio=ratio,
-        goal=f"other / ours >= {goal:g}" if goal > 1 else "other / ours > 1",
-        met=ratio >= goal if goal > 1 else ratio > 1,
-        note=f"ours has checksums; its canary adds {canary * 1000:.0f} ms",
-        samples={"ours": ours, "other": other},
-    )
+    what = f"weights in the trainer's memory to an engine that takes requests, without the canary; other: {what}"
+    return Timed(name, what, ours, other, f"ours has checksums; its canary adds {canary * 1000:.0f} ms").quicker(goal)

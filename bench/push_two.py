@@ -12,7 +12,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-from bench.harness import Row, interleave, paired_ratio, spread
+from bench.harness import Row, Timed, interleave
 from bench.real.fleet import RUN, quiet, real_fleet
 from bench.real.pusher import Pusher
 from bench.real.skipped import not_quick
@@ -33,21 +33,9 @@ def measure(quick: bool) -> list[Row]:
         one = _pusher(stack, model, [first])
         two = _pusher(stack, model, [first, second])
         samples = interleave({"one": one.push, "two": two.push}, rounds=ROUNDS, warm_up=2)
-    ratio = paired_ratio(samples["two"], samples["one"])
-    return [
-        Row(
-            name="two engines",
-            what="from the call until all applied, canary included; other: one engine, pinned alike",
-            ours=spread(samples["two"]).median,
-            other=spread(samples["one"]).median,
-            unit="s",
-            ratio=ratio,
-            goal=f"ours / other <= {GOAL:g}",
-            met=ratio <= GOAL,
-            note="three engines and two trainers on the machine; those that wait do nothing",
-            samples={"ours": samples["two"], "other": samples["one"]},
-        )
-    ]
+    what = "from the call until all applied, canary included; other: one engine, pinned alike"
+    note = "three engines and two trainers on the machine; those that wait do nothing"
+    return [Timed("two engines", what, samples["two"], samples["one"], note).not_slower(GOAL)]
 
 
 def _pusher(stack: ExitStack, model: Path, cores: list[str]) -> Pusher:

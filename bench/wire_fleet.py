@@ -8,20 +8,19 @@ what they are. Nothing in the agents knows that it is measured.
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
+from bench.coordinator import engines as heard
+from bench.coordinator import start_coordinator
+from bench.processes import processes, write_toml
 from controlplane.cli.ask import get_fleet
-from controlplane.cli.ending import CommandFailed
 from controlplane.core.layout import DType
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
@@ -33,9 +32,7 @@ from weightplane.v1 import fleet_pb2
 
 RUN = "bench-wire"
 ENGINE = __name__
-START_SECONDS = 60.0
 HIDDEN, INTERMEDIATE, KV, VOCABULARY, LAYERS = 576, 1536, 192, 49_152, 30
-_QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
 
 
 def smollm2_shapes() -> dict[str, tuple[int, ...]]:
@@ -113,66 +110,16 @@ def wire_fleet(
     weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = False
 ) -> Iterator[WireFleet]:
     """`transport`: how the coordinator plans, whatever host the engines are on. `keep_staging`: the agents' setting."""
-    with tempfile.TemporaryDirectory() as at:
-        directory = Path(at)
-        processes = [start_module(directory, "coordinator", _coordinator(directory, transport))]
-        try:
-            address_file = directory / "address"
-            wait_until(address_file.exists)
-            address = address_file.read_text()
-            keep = ["keep"] if keep_staging else []
-            names = [f"e{i}" for i in range(engines)]
-            processes += [start_module(directory, n, [ENGINE, address, str(directory), n, *keep]) for n in names]
-            wait_until(lambda: _engines(address) == engines)
-            with _rank(directory, address, weights) as rank:
-                yield WireFleet(address, rank)
-        finally:
-            for process in reversed(processes):
-                process.terminate()
-                process.wait(60)
-
-
-def _coordinator(directory: Path, transport: str) -> list[str]:
-    config = {
-        "listen": "127.0.0.1:0",
-        "address_file": str(directory / "address"),
-        "transport": transport,
-        "run_id": RUN,
-        "state_dir": str(directory / "coordinator"),
-    }
-    file = _toml(directory / "coordinator.toml", config)
-    return ["controlplane.cli.main", "coordinator", "--config", str(file)]
-
-
-@contextmanager
-def _rank(directory: Path, address: str, weights: Weights) -> Iterator[TrainerRank]:
-    config = _toml(directory / "trainer.toml", {"coordinator": address, "run_id": RUN, "link_host": "127.0.0.1"})
-    with TrainerRank.join(address, source=weights.source, run_id=RUN, agent_config=config) as rank:
-        yield rank
-
-
-def _toml(file: Path, values: Mapping[str, str]) -> Path:
-    file.write_text("".join(f'{name} = "{value}"\n' for name, value in values.items()))
-    return file
-
-
-def _engines(address: str) -> int:
-    with suppress(CommandFailed):
-        return sum(e.known for e in asyncio.run(get_fleet(address, 10.0)).engines)
-    return 0
-
-
-def start_module(directory: Path, name: str, command: list[str]) -> subprocess.Popen[bytes]:
-    with (directory / f"{name}.log").open("wb") as log:
-        return subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log, env={**os.environ, **_QUIET})
-
-
-def wait_until(check: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not check():
-        if time.monotonic() > deadline:
-            raise SystemExit(f"the fleet did not start within {START_SECONDS} s")
-        time.sleep(0.1)
+    with tempfile.TemporaryDirectory() as at, processes(Path(at)) as started:
+        address = start_coordinator(started, RUN, transport=transport)
+        keep = ["keep"] if keep_staging else []
+        for name in (f"e{i}" for i in range(engines)):
+            started.start(name, "-m", ENGINE, address, at, name, *keep)
+        started.wait(lambda: len(heard(address)) == engines, f"{engines} engines' hellos")
+        trainer = {"coordinator": address, "run_id": RUN, "link_host": "127.0.0.1"}
+        config = write_toml(Path(at, "trainer.toml"), trainer)
+        with TrainerRank.join(address, source=weights.source, run_id=RUN, agent_config=config) as rank:
+            yield WireFleet(address, rank)
 
 
 def main() -> None:

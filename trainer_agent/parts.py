@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trainer_agent.transports import Traits, traits_of
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
-
-SHARED_MEMORY = weight_update_pb2.TRANSPORT_SHARED_MEMORY
-INLINE = weight_update_pb2.TRANSPORT_INLINE
-BROADCAST = weight_update_pb2.TRANSPORT_BROADCAST
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +39,8 @@ class Part:
         return tuple(engine_id for engine_id, _ in self.engines)
 
     @property
-    def by_reference(self) -> bool:
-        """Engines read this rank's own memory, until the update is over. Every rank of the slot exports for it."""
-        return self.transport == SHARED_MEMORY
+    def traits(self) -> Traits:
+        return traits_of(self.transport)
 
 
 def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
@@ -52,7 +48,7 @@ def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
     found: dict[tuple[object, ...], list[fleet_pb2.Assignment]] = {}
     for a in plan.assignments:
         ranks = tuple(a.ranks)
-        if rank in ranks and (a.transport == SHARED_MEMORY or ranks[0] == rank):
+        if rank in ranks and (traits_of(a.transport).by_reference or ranks[0] == rank):
             base = a.base.content_digest if a.HasField("base") else b""
             found.setdefault((ranks, int(a.transport), a.link, base), []).append(a)
     return [_part(found[key], rank) for key in sorted(found, key=repr)]
@@ -60,7 +56,7 @@ def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
 
 def keeps_whole(plan: rank_pb2.PushPlan, rank: int) -> bool:
     """Whether the rank keeps every byte of the version until the push is over, or only the last two chunks."""
-    return plan.keep_whole or any(p.by_reference for p in parts_of(plan, rank))
+    return plan.keep_whole or any(p.traits.by_reference for p in parts_of(plan, rank))
 
 
 def _part(assignments: list[fleet_pb2.Assignment], rank: int) -> Part:

@@ -29,6 +29,15 @@ class Transport(Enum):
 
 HOST_MEMORY = frozenset({Transport.SHARED_MEMORY, Transport.INLINE})
 """What an agent can do that does not say."""
+BY_REFERENCE = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
+"""Every rank of a slot writes its bytes once, for all who read them; by the other transports only the leader sends."""
+IN_PIECES = (Transport.INLINE, Transport.BROADCAST)
+"""The leader sends each chunk and forgets it; an engine's agent has the bytes in memory of its own."""
+CAN_BE_DELTAS = IN_PIECES
+"""By reference nothing is sent that a delta could save."""
+PART_TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE)
+"""By which bytes can be streamed. Over a link all engines go at one pace: one that waits for go would hold up those
+that say ready when all bytes are in."""
 
 
 class LinkFate(Enum):
@@ -47,11 +56,6 @@ class Apply(Enum):
     """Once all are here: the engine generates meanwhile, and a second copy of the weights waits for the install."""
     STREAMING = "streaming"
     """As they come: no second copy, and no generation from the first chunk on."""
-
-
-PART_TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE)
-"""By which bytes can be streamed. Over a link all engines go at one pace: one that waits for go would hold up those
-that say ready when all bytes are in."""
 
 
 @dataclass(frozen=True, slots=True)

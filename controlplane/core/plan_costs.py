@@ -8,12 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from controlplane.core.plan import Apply, Assignment, Load, Plan, Transport
+from controlplane.core.plan import BY_REFERENCE, IN_PIECES, Apply, Assignment, Load, Plan, Transport
 from controlplane.core.versions import EngineId, Rank
-
-BY_REFERENCE = (Transport.SHARED_MEMORY, Transport.CUDA_IPC)
-"""Every rank of a slot writes its bytes once, for all who read them; by the other transports only the leader sends."""
-_IN_PIECES = (Transport.INLINE, Transport.BROADCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +80,7 @@ def _host_memory(part: Mapping[Transport, object], load: Load) -> int:
     """A segment that others map holds everything; what is sent in pieces is made in pieces, one ahead of the other."""
     if Transport.SHARED_MEMORY in part:
         return load.byte_count
-    return _two_chunks(load) if any(t in part for t in _IN_PIECES) else 0
+    return _two_chunks(load) if any(t in part for t in IN_PIECES) else 0
 
 
 def _two_chunks(load: Load) -> int:
@@ -95,7 +91,7 @@ def _engine(a: Assignment, load: Load | None) -> EngineCost:
     if load is None:
         return EngineCost(a.engine.engine_id, None, None)
     chunks = _two_chunks(load) if a.transport is Transport.CUDA_IPC else 0
-    staging = load.byte_count if a.transport in _IN_PIECES else 0
+    staging = load.byte_count if a.transport in IN_PIECES else 0
     if a.apply is Apply.STREAMING:  # what was installed is forgotten
         staging = min(staging, _two_chunks(load))
     return EngineCost(a.engine.engine_id, staging, load.largest_module_bytes + chunks)

@@ -20,7 +20,9 @@ from controlplane.core.engine_state import Held
 from controlplane.core.errors import EngineMisfit
 from controlplane.core.names import natural_key
 from controlplane.core.plan import (
+    CAN_BE_DELTAS,
     HOST_MEMORY,
+    IN_PIECES,
     PART_TRANSPORTS,
     Apply,
     Assignment,
@@ -36,8 +38,6 @@ Way = tuple[EngineId, Incarnation, Transport]
 """To one life of an engine, by one transport."""
 
 _NAMELESS = (DeviceUuid(""),)
-_CAN_BE_DELTAS = (Transport.INLINE, Transport.BROADCAST)
-_IN_PIECES = (Transport.INLINE, Transport.BROADCAST)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,13 +232,13 @@ def _with_applies(assignments: Sequence[Assignment]) -> Iterator[Assignment]:
     A leader that sends in pieces keeps two chunks, and goes on when all whom it feeds so have had them. Streaming
     engines take the first one after go, and go waits until staged ones have the last: such a leader feeds one kind.
     """
-    staged = {a.leader for a in assignments if a.transport in _IN_PIECES and not _can_stream(a)}
+    staged = {a.leader for a in assignments if a.transport in IN_PIECES and not _can_stream(a)}
     for a in assignments:
         if not a.engine.streaming:
             yield a
         elif not _can_stream(a):
             yield _why_staged(a, f"{a.transport.value} brings whole versions")
-        elif a.transport in _IN_PIECES and a.leader in staged:
+        elif a.transport in IN_PIECES and a.leader in staged:
             yield _why_staged(a, f"rank {a.leader} sends in pieces to an engine that takes whole versions, too")
         else:
             reason = f"{a.reason}; streaming, as the engine asks: installed as it comes"
@@ -273,7 +273,7 @@ def _with_bases(assignments: Sequence[Assignment], ways: Ways) -> Iterator[Assig
 def _holds_base(a: Assignment, ways: Ways) -> bool:
     return (
         a.apply is Apply.STAGED
-        and a.transport in _CAN_BE_DELTAS
+        and a.transport in CAN_BE_DELTAS
         and len(a.ranks) == 1
         and a.engine.engine_id in ways.holders
     )

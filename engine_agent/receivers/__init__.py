@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.core.layout import Layout
+from controlplane.rpc.metrics import transport_label
 from engine_agent.engine import StagedWeights
 from engine_agent.kept_maps import KeptMaps
 from engine_agent.receivers.broadcast import BroadcastReceiver
@@ -35,14 +36,6 @@ __all__ = [
     "transports_of",
 ]
 
-TRANSPORTS = ("shared_memory", "inline", "broadcast")
-"""What settings may name; checkpoints are another setting's matter."""
-DEFAULT_TRANSPORTS = ("shared_memory", "inline", *(["broadcast"] if find_spec("torch") else []))
-"""Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
-
-PART_TRANSPORTS = frozenset({weight_update_pb2.TRANSPORT_INLINE, weight_update_pb2.TRANSPORT_SHARED_MEMORY})
-"""Those of streaming updates."""
-
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
@@ -63,36 +56,60 @@ class Incoming:
     """With shared memory: what stayed mapped since the update before."""
 
 
+def _shared_memory(incoming: Incoming) -> SharedMemoryReceiver:
+    return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids, incoming.segments)
+
+
+def _inline(incoming: Incoming) -> InlineReceiver:
+    return InlineReceiver(_staging(incoming))
+
+
+def _inline_parts(incoming: Incoming) -> InlineReceiver:
+    return InlineReceiver(Staging(incoming.layout, reserve=False), keeps=False)
+
+
+def _broadcast(incoming: Incoming) -> BroadcastReceiver:
+    if incoming.link is None:
+        raise _unsupported(incoming.engine_id, incoming.transport)
+    return BroadcastReceiver(_staging(incoming), incoming.link)
+
+
+RECEIVERS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[Incoming], Receiver]] = {
+    weight_update_pb2.TRANSPORT_SHARED_MEMORY: _shared_memory,
+    weight_update_pb2.TRANSPORT_INLINE: _inline,
+    weight_update_pb2.TRANSPORT_BROADCAST: _broadcast,
+}
+"""By which a writer sends bytes; checkpoints are read, and are another setting's matter."""
+PART_RECEIVERS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[Incoming], PartReceiver]] = {
+    weight_update_pb2.TRANSPORT_SHARED_MEMORY: _shared_memory,
+    weight_update_pb2.TRANSPORT_INLINE: _inline_parts,
+}
+"""Of streaming updates: what was installed they forget."""
+PART_TRANSPORTS = frozenset(PART_RECEIVERS)
+TRANSPORTS = tuple(map(transport_label, RECEIVERS))
+"""What settings may name."""
+DEFAULT_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "broadcast" or find_spec("torch"))
+"""Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
+
+
 def make_receiver(incoming: Incoming) -> Receiver:
-    """The receiver of a transport whose bytes a writer sends, empty.
+    """The receiver of a transport, empty.
 
     Raises:
         UnsupportedByEngine: there is none for it. LimitExceeded: memory does not suffice.
     """
-    match incoming.transport:
-        case weight_update_pb2.TRANSPORT_INLINE:
-            return InlineReceiver(_staging(incoming))
-        case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
-            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids, incoming.segments)
-        case weight_update_pb2.TRANSPORT_BROADCAST if incoming.link is not None:
-            return BroadcastReceiver(_staging(incoming), incoming.link)
-        case unknown:
-            raise _unsupported(incoming.engine_id, unknown)
+    require_received(incoming.engine_id, incoming.transport, RECEIVERS.keys())
+    return RECEIVERS[incoming.transport](incoming)
 
 
 def make_part_receiver(incoming: Incoming) -> PartReceiver:
-    """The receiver of a streaming update, empty: what was installed it forgets.
+    """The receiver of a streaming update, empty.
 
     Raises:
         UnsupportedByEngine: there is none for this transport.
     """
-    match incoming.transport:
-        case weight_update_pb2.TRANSPORT_INLINE:
-            return InlineReceiver(Staging(incoming.layout, reserve=False), keeps=False)
-        case weight_update_pb2.TRANSPORT_SHARED_MEMORY:
-            return SharedMemoryReceiver(incoming.layout, incoming.host_id, incoming.device_uuids, incoming.segments)
-        case unknown:
-            raise _unsupported(incoming.engine_id, unknown)
+    require_received(incoming.engine_id, incoming.transport, PART_TRANSPORTS)
+    return PART_RECEIVERS[incoming.transport](incoming)
 
 
 def _staging(incoming: Incoming) -> Staging:

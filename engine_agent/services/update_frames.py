@@ -10,9 +10,11 @@ from controlplane.core.canary import CanaryReference
 from controlplane.core.engine_state import Held, KeptBase
 from controlplane.core.errors import FrameInvalid, InvalidRequest
 from controlplane.core.pauses import PausePolicy
+from controlplane.core.plan import CAN_BE_DELTAS
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.rpc.codec import pause_from_proto, version_from_proto, version_to_proto
 from controlplane.rpc.engine_codec import canary_to_proto, reference_from_proto, timings_to_proto
+from controlplane.rpc.plan_codec import TRANSPORTS
 from engine_agent.life.installing import Applied
 from engine_agent.receivers import Buffer
 from engine_agent.receivers.links import LinkPlace
@@ -21,14 +23,14 @@ from weightplane.v1 import layout_pb2, weight_update_pb2
 Response = weight_update_pb2.UpdateWeightsResponse
 
 
-DELTA_TRANSPORTS = (weight_update_pb2.TRANSPORT_INLINE, weight_update_pb2.TRANSPORT_BROADCAST)
+DELTA_TRANSPORTS = frozenset(TRANSPORTS[t] for t in CAN_BE_DELTAS)
 """Those by which the bytes come to the agent; it alone can apply a delta."""
 
 
 def opened(stream: int, message: weight_update_pb2.UpdateOpen, kept: KeptBase | None = None) -> events.Opened:
     """`kept`: what a delta could be applied to. Raises FrameInvalid: a delta by a transport that has none."""
     if message.manifest.HasField("base") and message.transport not in DELTA_TRANSPORTS:
-        raise FrameInvalid("UpdateOpen", "transport", "a delta comes inline or by broadcast")
+        raise FrameInvalid("UpdateOpen", "transport", f"a delta comes by {' or '.join(t.value for t in CAN_BE_DELTAS)}")
     return events.Opened(
         stream=stream,
         run_id=RunId(message.run_id),

@@ -21,6 +21,7 @@ import torch
 from structlog.testing import capture_logs
 
 from controlplane.core.errors import LinkFailed, UpdateFailed
+from controlplane.rpc.metrics import SENT_BYTES
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.memory.engine import MemorySettings
@@ -145,6 +146,15 @@ async def test_three_updates_in_a_row_arrive_bit_for_bit_split_tensors_and_odd_s
             report = await both.rank.push(step)
             assert report.outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
+
+
+@every_way
+async def test_the_bytes_go_by_this_way_and_by_no_other(tmp_path: Path, way: Way) -> None:
+    async with both_sides(tmp_path, way) as both:
+        before = sent_bytes()
+        await both.rank.push(1)
+        grown = {name for name, count in sent_bytes().items() if count > before.get(name, 0.0)}
+        assert grown == {way.coordinator["transport"]}
 
 
 @every_way
@@ -273,6 +283,12 @@ async def test_m5_a_sender_that_only_copies_keeps_two_chunks_and_not_the_weights
         await both.rank.push(1)
         total = sum(t.nbytes for t in tensors_of(1).values())
         assert segment_bytes() == 2 * SMALL_CHUNK_BYTES < total
+
+
+def sent_bytes() -> dict[str, float]:
+    """By transport, as this process's trainer agents count them."""
+    (counter,) = SENT_BYTES.collect()
+    return {s.labels["transport"]: s.value for s in counter.samples if s.name.endswith("_total")}
 
 
 # ---- what is done to them ----

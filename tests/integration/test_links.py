@@ -17,9 +17,10 @@ from controlplane.core.errors import LinkFailed, UpdateAborted
 from engine_agent.receivers.links import PROBE_BYTES as ENGINE_PROBE_BYTES
 from engine_agent.receivers.links import EngineLinks, LinkPlace, ReceiverLink
 from tests.support.eventually import eventually_blocking
-from trainer_agent.parts import BROADCAST, Part
+from trainer_agent.parts import Part
 from trainer_agent.rank import links as sender_links
 from trainer_agent.rank.links import PROBE_BYTES, Links, SenderLink
+from trainer_agent.transports import BROADCAST
 from weightplane.v1 import weight_update_pb2
 
 pytestmark = pytest.mark.timeout(120)

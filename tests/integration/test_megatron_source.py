@@ -16,13 +16,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.hf_models import save_random
+from tests.support.hf_models import FAMILIES, save_random
 from tests.support.megatron_job import GATHER_DEADLINE_SECONDS, GROUPED, Case
 
 pytestmark = pytest.mark.real
 
 JOB_TIMEOUT_SECONDS = 240
-FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 MODELS: dict[str, dict[str, Any]] = {
     f"{family}-{kind}": {"family": family, "tied": kind == "tied"} for family in FAMILIES for kind in ("tied", "untied")
 }

@@ -80,7 +80,7 @@ async def test_a_router_that_starts_later_or_anew_is_told_too_and_one_that_is_aw
     async with door.open_for(world.life):
         assert world.life.open
         for _ in range(2):
-            with vllm_router(port) as router:
+            with vllm_router(port=port) as router:
                 await eventually(becomes(router, [door.url]), within=WITHIN)
     await asyncio.wait_for(door.stop(), 5)
     await world.life.end("done")

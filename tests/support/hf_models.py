@@ -36,8 +36,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": _QWEN_EXPERTS | {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1]},
 }
 """What each family differs in. Qwen3-MoE's layer 1 is dense; Qwen2-MoE has an expert that every token passes."""
-DENSE = ("llama", "qwen2", "qwen3")
-WITH_EXPERTS = ("mixtral", "qwen2_moe", "qwen3_moe")
+WITH_EXPERTS = tuple(family for family, config in FAMILIES.items() if "num_experts_per_tok" in config)
+DENSE = tuple(family for family in FAMILIES if family not in WITH_EXPERTS)
 
 
 def save_random(directory: Path, family: str, *, tied: bool, dtype: str = "float32", **changes: Any) -> Path:

@@ -1,4 +1,4 @@
-"""A real vllm-router on this host, that knows no engine yet."""
+"""A real vllm-router on this host."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.support.ports import free_port
 
 
 @contextmanager
-def vllm_router(port: int | None = None) -> Iterator[str]:
-    """Its URL; it may need a moment until it answers."""
+def vllm_router(*words: str, port: int | None = None, policy: str = "consistent_hash") -> Iterator[str]:
+    """Its URL; it may need a moment until it answers. It knows the engines that `words` name, or none yet."""
     port = port or free_port()
     command = [str(Path(sys.executable).parent / "vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
-    more = ["--prometheus-port", str(free_port()), "--policy", "consistent_hash"]
+    more = ["--prometheus-port", str(free_port()), "--policy", policy, *words]
     process = subprocess.Popen([*command, *more], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         yield f"http://127.0.0.1:{port}"

@@ -11,23 +11,23 @@ import torch
 
 from controlplane.core.errors import FrameOutOfOrder, LimitExceeded, SlotMismatch
 from controlplane.core.layout import DType, Layout, TensorSpec
-from trainer_agent import parts as ways
 from trainer_agent.agent.announced import Announced
 from trainer_agent.chunking import plan_segment
 from trainer_agent.parts import Part
-from trainer_agent.rank.delta_sender import DeltaSender, difference_of
 from trainer_agent.rank.exporter import ExportedChunk, Exporter
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.memory import WholeMemory
-from trainer_agent.rank.senders import Announcer, Content
+from trainer_agent.rank.senders.delta import DeltaSender, difference_of
+from trainer_agent.rank.senders.port import Announcer, Content
 from trainer_agent.segments import SegmentPool
+from trainer_agent.transports import INLINE
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2
 
 LAYOUT = Layout(tuple(TensorSpec(name, DType.F32, (100,)) for name in "abcd"))
 CHUNK_BYTES = 512
 BASE = weight_update_pb2.Base(version=version_pb2.WeightVersion(term=1, number=1), content_digest=b"b" * 32)
-PART = Part(ranks=(0,), transport=ways.INLINE, engines=(("e0", "life"),), base=BASE)
+PART = Part(ranks=(0,), transport=INLINE, engines=(("e0", "life"),), base=BASE)
 
 
 class Way:
@@ -103,7 +103,7 @@ def test_what_is_not_worth_it_goes_whole_each_chunk_once_and_from_then_on(kept: 
 
 def test_inv5_engines_that_hold_another_base_than_the_rank_has_get_everything(kept: KeptVersions) -> None:
     other = weight_update_pb2.Base(version=BASE.version, content_digest=b"o" * 32)
-    said, whole = push(kept, 3, Part(ranks=(0,), transport=ways.INLINE, engines=(("e0", "life"),), base=other))
+    said, whole = push(kept, 3, Part(ranks=(0,), transport=INLINE, engines=(("e0", "life"),), base=other))
     assert said[:-1] == [False, *whole]
     assert difference_of(SegmentPool("run", 0), [PART], cast(Any, None), LAYOUT, cast(Any, None), 1) is None
 
@@ -124,9 +124,7 @@ def announced() -> Announced:
     plan = rank_pb2.PushPlan(keep_whole=True)
     for engine_id, base in (("e0", BASE), ("e1", None)):
         engine = version_pb2.EngineRef(engine_id=engine_id, incarnation="life")
-        plan.assignments.append(
-            fleet_pb2.Assignment(engine=engine, leader=0, ranks=[0], transport=ways.INLINE, base=base)
-        )
+        plan.assignments.append(fleet_pb2.Assignment(engine=engine, leader=0, ranks=[0], transport=INLINE, base=base))
     return Announced(plan, lambda rank, chunk: None)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support import hf_models
 from trainer_agent.megatron.families import FAMILIES, UnsupportedModel, family_of, read_config
 from trainer_agent.megatron.families.rules import (
     Entry,
@@ -127,6 +128,10 @@ def test_shards_that_cannot_be_put_together_are_a_mismatch_and_not_a_crash() -> 
     rule = QueryKeyValue(heads=4, kv_heads=2, head_dim=4)
     entry = Entry("qkv", (HfTensor("q", (16, 8)), HfTensor("k", (8, 8)), HfTensor("v", (8, 8))), rule)
     assert mismatches(entry, (9, 8), tensor_parallel=2)
+
+
+def test_every_family_has_a_model_that_real_megatron_is_tried_with() -> None:
+    assert hf_models.FAMILIES.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES))

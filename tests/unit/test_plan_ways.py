@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args, get_type_hints
 
 import pytest
 
+from controlplane.cli.plan import AskedTransport
+from controlplane.coordinator.daemon import CoordinatorSettings
 from controlplane.core.engine_state import Held
 from controlplane.core.plan import HOST_MEMORY, Assignment, EnginePlace, LinkFate, Plan, RankPlace, Transport
 from controlplane.core.planner import Ways, make_plan
@@ -46,6 +49,12 @@ def only(place: EnginePlace, ways: Ways) -> Assignment:
 
 def avoiding(*transports: Transport, life: str = "i", cause: str = "the probe broke") -> Ways:
     return Ways(sends=ALL, avoid={(EngineId("e"), Incarnation(life), t): cause for t in transports})
+
+
+def test_whoever_asks_for_a_transport_can_name_each_that_ranks_may_send_by() -> None:
+    names = {t.value for t in ALL}
+    assert set(get_args(get_type_hints(CoordinatorSettings)["transport"])) == names | {"auto"}
+    assert set(get_args(AskedTransport)) == names
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,10 @@ from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.agent.announced import Announced
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.chunking import SegmentPlan, plan_segment
-from trainer_agent.parts import BROADCAST, INLINE, SHARED_MEMORY, keeps_whole, parts_of
+from trainer_agent.parts import keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter, copy_elements
 from trainer_agent.rank.memory import RingMemory, ring_bytes
+from trainer_agent.transports import BROADCAST, INLINE, SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import version_pb2
 

@@ -22,8 +22,8 @@ from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.settings import TrainerSettings
 from trainer_agent.chunking import ALIGNMENT_BYTES, plan_segment
-from trainer_agent.parts import SHARED_MEMORY
 from trainer_agent.rank.gather import shared_slots
+from trainer_agent.transports import SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 

@@ -11,7 +11,8 @@ from functools import partial
 
 from controlplane.core.errors import SlotMismatch
 from trainer_agent.agent.chunk_log import ChunkLog, Ring
-from trainer_agent.parts import INLINE, keeps_whole
+from trainer_agent.parts import keeps_whole
+from trainer_agent.transports import traits_of
 from weightplane.local.v1 import rank_pb2
 
 Release = Callable[[int, int], None]
@@ -28,7 +29,7 @@ class Announced:
         self.logs: dict[str, ChunkLog] = {}
         rings = {r: Ring(partial(release, r)) for r in set(self._leaders.values()) if not keeps_whole(plan, r)}
         for a in plan.assignments:
-            copied = a.transport == INLINE and a.leader in rings
+            copied = traits_of(a.transport).by_agent and a.leader in rings
             log = ChunkLog(ring=a.leader in rings, choice=a.HasField("base"))
             self.logs[a.engine.engine_id] = rings[a.leader].log() if copied else log
         self._own = {r: ChunkLog() for r in set(self._leaders.values())}

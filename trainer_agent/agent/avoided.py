@@ -13,6 +13,8 @@ import structlog
 
 from controlplane.core.errors import IpcNotPossible, LinkFailed
 from controlplane.core.plan import Transport
+from controlplane.rpc.metrics import transport_label
+from controlplane.rpc.plan_codec import TRANSPORTS
 from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
@@ -21,7 +23,7 @@ HOPELESS = frozenset({"connect", "probe"})
 """Stages of a link that fail again wherever they failed once."""
 STRIKES = 2
 MAX_CAUSE_LENGTH = 1024
-Key = tuple[str, Transport]
+Key = tuple[str, weight_update_pb2.Transport.ValueType]
 
 
 class Avoided:
@@ -37,8 +39,9 @@ class Avoided:
         transport, hopeless = Transport.CUDA_IPC, True
         if isinstance(error, LinkFailed):
             transport, hopeless = Transport(error.transport), error.stage in HOPELESS
+        value = TRANSPORTS[transport]
         for engine_id in error.engine_id.split(", "):
-            key = (engine_id, transport)
+            key = (engine_id, value)
             strikes = self._strikes.setdefault(key, set())
             strikes.add(update_id)
             engine = next((a.engine for a in plan if a.engine.engine_id == engine_id), None)
@@ -48,7 +51,7 @@ class Avoided:
     def worked(self, plan: Iterable[fleet_pb2.Assignment]) -> None:
         """An update by this plan was committed: what broke before was an accident."""
         for a in plan:
-            self._strikes.pop((a.engine.engine_id, _transport(a.transport)), None)
+            self._strikes.pop((a.engine.engine_id, a.transport), None)
 
     def entries(self) -> list[fleet_pb2.AvoidedTransport]:
         """For BeginUpdate."""
@@ -63,10 +66,5 @@ class Avoided:
                     self._strikes.pop(key, None)
 
     def _avoid(self, key: Key, engine: version_pb2.EngineRef, cause: str) -> None:
-        log.warning("transport_avoided", engine_id=engine.engine_id, transport=key[1].value, cause=cause)
-        value = weight_update_pb2.Transport.Value(f"TRANSPORT_{key[1].name}")
-        self._noted[key] = fleet_pb2.AvoidedTransport(engine=engine, transport=value, cause=cause[:MAX_CAUSE_LENGTH])
-
-
-def _transport(value: weight_update_pb2.Transport.ValueType) -> Transport:
-    return Transport(weight_update_pb2.Transport.Name(value).removeprefix("TRANSPORT_").lower())
+        log.warning("transport_avoided", engine_id=engine.engine_id, transport=transport_label(key[1]), cause=cause)
+        self._noted[key] = fleet_pb2.AvoidedTransport(engine=engine, transport=key[1], cause=cause[:MAX_CAUSE_LENGTH])

@@ -33,6 +33,7 @@ from controlplane.rpc.security.diagnosis import Reached
 from controlplane.rpc.server import RunningServer
 from controlplane.tracing import sending_spans
 from trainer_agent import segments
+from trainer_agent.agent.asked import PushContext
 from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.checkpoints import FINISH_SECONDS, CheckpointKeeper
 from trainer_agent.agent.device_calls import DeviceCalls
@@ -40,7 +41,6 @@ from trainer_agent.agent.lastlife import LastLife
 from trainer_agent.agent.lifecycle_service import TrainerLifecycle, serve
 from trainer_agent.agent.metrics import TrainerMetrics
 from trainer_agent.agent.output import RankOutput
-from trainer_agent.agent.push import PushContext
 from trainer_agent.agent.pusher import Pusher
 from trainer_agent.agent.ranks import RankConnection, RankServer
 from trainer_agent.agent.rankset import RankSet

@@ -4,15 +4,7 @@ from __future__ import annotations
 
 from controlplane.core.layout import Layout
 from trainer_agent.source import layerwise_groups
-from weightplane.v1 import fleet_pb2, weight_update_pb2
-
-TRANSPORTS = (weight_update_pb2.TRANSPORT_SHARED_MEMORY, weight_update_pb2.TRANSPORT_INLINE)
-"""How ranks can always send."""
-
-
-def sends(link_host: str) -> list[weight_update_pb2.Transport.ValueType]:
-    """How they can send; a link needs an address that engines reach."""
-    return [*TRANSPORTS, *([weight_update_pb2.TRANSPORT_BROADCAST] if link_host else [])]
+from weightplane.v1 import fleet_pb2
 
 
 def load_of(layout: Layout, chunk_bytes: int) -> fleet_pb2.Load:

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from controlplane.core.errors import UpdateFailed, WeightplaneError
+from controlplane.core.errors import LinkFailed, UpdateFailed, WeightplaneError
 from controlplane.rpc.codec import version_from_proto
+from trainer_agent.agent.reasons import update_passes
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2
 
+BROKEN = frozenset({"LINK_FAILED", "UPDATE_ABORTED", "REMOTE"})
+"""How the end of a link looks to engines that had no part in it."""
 _SUCCESS = frozenset({fleet_pb2.UPDATE_PHASE_COMMITTED, fleet_pb2.UPDATE_PHASE_DEGRADED})
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What engines told their streams last."""
+
+    errors: dict[str, WeightplaneError] = field(default_factory=dict)
+    required_reasons: dict[str, str] = field(default_factory=dict)
+    """Of the errors of those that the commit waits for."""
+    deltas: frozenset[str] = frozenset()
+    """Engines that are sent one."""
 
 
 def decided(state: fleet_pb2.UpdateState, *, released: bool) -> rank_pb2.PushResult | None:
@@ -30,6 +45,21 @@ def failed(error: WeightplaneError, state: fleet_pb2.UpdateState | None, *, rele
     )
 
 
+def cause_of(state: fleet_pb2.UpdateState, error: WeightplaneError | None, told: Told) -> WeightplaneError:
+    """Why the fleet does not serve it. `error`: what ended the push, if not the coordinator's decision."""
+    error = error or update_failed(state, state.cause or "no cause given", told.errors)
+    if isinstance(error, LinkFailed) and not {*_reported(state).values(), *told.required_reasons.values()} <= BROKEN:
+        return update_failed(state, str(error), told.errors)  # an engine says why it left the link
+    return error
+
+
+def passes(state: fleet_pb2.UpdateState, cause: WeightplaneError, told: Told) -> bool:
+    """Whether another attempt can do better, by what engines say that the commit waits for; but what a delta met, the
+    next attempt does not: it is whole."""
+    reasons = [*_reported(state).items(), *told.required_reasons.items()]
+    return update_passes(cause, [reason for engine_id, reason in reasons if engine_id not in told.deltas])
+
+
 def update_failed(state: fleet_pb2.UpdateState, cause: str, errors: dict[str, WeightplaneError]) -> UpdateFailed:
     """The fleet did not commit; `errors` is what engines told their streams."""
     return UpdateFailed(
@@ -48,6 +78,11 @@ def lost_engines(state: fleet_pb2.UpdateState) -> set[str]:
 def awaited_engines(state: fleet_pb2.UpdateState) -> set[str]:
     """Engines that came too late for one update after the other, and are waited for."""
     return {e.engine.engine_id for e in state.engines if e.awaited}
+
+
+def _reported(state: fleet_pb2.UpdateState) -> dict[str, str]:
+    """What required engines told the coordinator that it ended with."""
+    return {e.engine.engine_id: e.error_reason for e in state.engines if e.required and e.error_reason}
 
 
 def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str, WeightplaneError]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from controlplane.core.errors import SlotMismatch
 from trainer_agent.agent.ways import require_known
-from trainer_agent.parts import SHARED_MEMORY
+from trainer_agent.transports import traits_of
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2
 
@@ -50,7 +50,7 @@ def push_plan(
         traced=traced,
     )
     for assignment in begun.plan.assignments:
-        if len(assignment.ranks) > 1 and assignment.transport == SHARED_MEMORY:
+        if len(assignment.ranks) > 1 and traits_of(assignment.transport).by_reference:
             plan.shared_slots.add(engine_id=assignment.engine.engine_id, ranks=assignment.ranks)
     return plan
 

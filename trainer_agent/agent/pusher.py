@@ -14,9 +14,10 @@ import structlog
 from controlplane import tracing
 from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
 from trainer_agent.agent import stuck
+from trainer_agent.agent.asked import Asked, PushContext
 from trainer_agent.agent.outcome import failed
 from trainer_agent.agent.plans import for_rank
-from trainer_agent.agent.push import Push, PushContext
+from trainer_agent.agent.push import Push
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.serving import Serving
@@ -177,7 +178,7 @@ class Pusher:
         try:
             return await push.run()
         except Exception as error:
-            log.exception("push_broke", step=push.step)
+            log.exception("push_broke", step=push.asked.step)
             return failed(PeerLost(peer="the trainer agent", cause=repr(error)), None, released=False)
 
     def _new_push(self, limit: float) -> Push:
@@ -186,20 +187,17 @@ class Pusher:
             "the step": {r: b.step for r, b in begun},
             "whether to wait for the push": {r: "push_async" if b.detached else "push" for r, b in begun},
         }
-        push = Push(
-            self._context,
+        asked = Asked(
             term=self._ranks.term,
             step=begun[0][1].step,
             limit_seconds=limit,
             first=self._failures == 0,
-            send_plan=self._send_plan,
-            look=self._look,
-            release=self._release,
             base=_base(b for _, b in begun),
             keeps_whole=any(b.keeps_whole for _, b in begun),
             reference=next((b.reference for _, b in begun if b.HasField("reference")), None),
             pause=next((b.pause for _, b in begun if b.HasField("pause")), None),
         )
+        push = Push(self._context, asked, send_plan=self._send_plan, release=self._release, look=self._look)
         for what, by_rank in said.items():
             if len(set(by_rank.values())) > 1:
                 push.fail(SlotMismatch(engine_id="every engine", what=what, ranks=str(by_rank)))

@@ -11,8 +11,9 @@ import uuid
 from controlplane.core.errors import FrameInvalid, LayoutInvalid, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import layout_from_parts
-from trainer_agent.agent.load import load_of, sends
+from trainer_agent.agent.load import load_of
 from trainer_agent.agent.ranks import RankConnection
+from trainer_agent.transports import sends
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 

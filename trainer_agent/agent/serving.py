@@ -17,7 +17,8 @@ import structlog
 from controlplane.core.errors import CheckFailed, WeightplaneError
 from controlplane.rpc.codec import version_from_proto
 from controlplane.rpc.errors import from_rpc_error
-from trainer_agent.agent.push import Push, PushContext
+from trainer_agent.agent.asked import PushContext
+from trainer_agent.agent.push import Push
 from trainer_agent.agent.rankset import RankSet
 from trainer_agent.agent.reasons import call_passes
 from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECONDS

@@ -43,6 +43,7 @@ from trainer_agent.agent.session import FIRST_BACKOFF_SECONDS, MAX_BACKOFF_SECON
 from trainer_agent.agent.stubs import WeightUpdates
 from trainer_agent.agent.watch import UpdateWatch
 from trainer_agent.agent.ways import Way, make_way
+from trainer_agent.transports import traits_of
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
@@ -123,14 +124,14 @@ class EngineStream:
     @property
     def isolated(self) -> bool:
         """Its bytes come over a link of its own."""
-        broadcast = self._assignment.transport == weight_update_pb2.TRANSPORT_BROADCAST
-        return broadcast and self._assignment.fate != weight_update_pb2.LINK_FATE_SHARED
+        linked = traits_of(self._assignment.transport).by_link
+        return linked and self._assignment.fate != weight_update_pb2.LINK_FATE_SHARED
 
     @property
     def fails_others(self) -> bool:
         """If it ends now, and not by our word, the other engines of its link get no bytes either."""
-        broadcast = self._assignment.transport == weight_update_pb2.TRANSPORT_BROADCAST
-        return broadcast and not (self.isolated or self._received or self._abort.is_set())
+        linked = traits_of(self._assignment.transport).by_link
+        return linked and not (self.isolated or self._received or self._abort.is_set())
 
     @property
     def fed(self) -> bool:

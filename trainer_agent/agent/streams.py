@@ -105,19 +105,15 @@ class EngineStreams:
         return next((s for s, t in pairs if t.done() and s.required and s.error is not None), None)
 
     @property
-    def errors(self) -> dict[str, WeightplaneError]:
+    def told(self) -> outcome.Told:
         """What each engine told its stream last."""
-        return {s.engine_id: s.error for s in self._streams if s.error is not None}
-
-    @property
-    def required_reasons(self) -> dict[str, str]:
-        """Of the errors of those that the commit waits for."""
-        return {s.engine_id: s.error.reason for s in self._streams if s.required and s.error is not None}
-
-    @property
-    def deltas(self) -> set[str]:
-        """Engines that are sent one."""
-        return {s.engine_id for s in self._streams if s.delta}
+        errors = {s.engine_id: s.error for s in self._streams if s.error is not None}
+        required = {s.engine_id for s in self._streams if s.required}
+        return outcome.Told(
+            errors=errors,
+            required_reasons={name: error.reason for name, error in errors.items() if name in required},
+            deltas=frozenset(s.engine_id for s in self._streams if s.delta),
+        )
 
     def progress(self) -> list[stuck.Stream]:
         """How far each is."""

@@ -29,7 +29,7 @@ from controlplane.core.errors import (
 )
 from controlplane.core.names import device_uuid, trainer_owner
 from controlplane.rpc.errors import from_rpc_error
-from trainer_agent.agent.push import PushContext
+from trainer_agent.agent.asked import PushContext
 from trainer_agent.agent.rankset import RankSet
 from weightplane.v1 import engine_pb2, lifecycle_pb2, operator_pb2
 

@@ -7,18 +7,16 @@ handed out, and whether an attempt may be made again. Refuses transports that it
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from controlplane.core.errors import SlotMismatch
-from trainer_agent import parts
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.frames import Frame, SegmentReader, by_reference, inline
+from trainer_agent.transports import BROADCAST, INLINE, SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
-KNOWN = frozenset({parts.SHARED_MEMORY, parts.INLINE, parts.BROADCAST})
-"""Transports that there is a way for."""
 ACCEPT_SECONDS = 30.0
 """An engine agent judges `open` without touching its engine."""
 MEET_SECONDS = 60.0
@@ -59,6 +57,9 @@ class ByReference:
     accept_seconds = ACCEPT_SECONDS
     again = True
 
+    def __init__(self, assignment: fleet_pb2.Assignment, chunks: ChunkLog) -> None:
+        pass
+
     async def prepare(self, frame: weight_update_pb2.UpdateOpen) -> None:
         pass
 
@@ -75,7 +76,7 @@ class Inline:
     hands_out = False
     accept_seconds = ACCEPT_SECONDS
 
-    def __init__(self, chunks: ChunkLog) -> None:
+    def __init__(self, assignment: fleet_pb2.Assignment, chunks: ChunkLog) -> None:
         self._chunks = chunks
         self._reader = SegmentReader()
 
@@ -100,9 +101,9 @@ class ByLink:
     accept_seconds = ACCEPT_SECONDS + MEET_SECONDS
     again = False
 
-    def __init__(self, engine_id: str, fate: weight_update_pb2.LinkFate.ValueType) -> None:
-        self._engine_id = engine_id
-        self._fate = fate
+    def __init__(self, assignment: fleet_pb2.Assignment, chunks: ChunkLog) -> None:
+        self._engine_id = assignment.engine.engine_id
+        self._fate = assignment.fate
         self._made: asyncio.Future[rank_pb2.LinkMade] = asyncio.get_running_loop().create_future()
 
     def made(self, made: rank_pb2.LinkMade) -> None:
@@ -123,19 +124,22 @@ class ByLink:
         self._made.cancel()
 
 
+WAYS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[fleet_pb2.Assignment, ChunkLog], Way]] = {
+    SHARED_MEMORY: ByReference,
+    INLINE: Inline,
+    BROADCAST: ByLink,
+}
+
+
 def make_way(assignment: fleet_pb2.Assignment, chunks: ChunkLog) -> Way:
     """The way of an assignment. Raises SlotMismatch: this trainer knows none."""
     require_known(assignment)
-    if assignment.transport == parts.INLINE:
-        return Inline(chunks)
-    if assignment.transport == parts.BROADCAST:
-        return ByLink(assignment.engine.engine_id, assignment.fate)
-    return ByReference()
+    return WAYS[assignment.transport](assignment, chunks)
 
 
 def require_known(assignment: fleet_pb2.Assignment) -> None:
     """Raises SlotMismatch: the plan has a transport that this trainer does not know."""
-    if assignment.transport not in KNOWN:
+    if assignment.transport not in WAYS:
         name = weight_update_pb2.Transport.Name(assignment.transport)
         raise SlotMismatch(
             engine_id=assignment.engine.engine_id, what="the plan's transport", ranks=f"none sends {name}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,16 +106,8 @@ def build_from_hf(
     Raises:
         UnsupportedModel: the model's family or one of its settings has no counterpart.
     """
-    initialize_parallel(
-        Parallelism(
-            tensor_parallel,
-            pipeline_parallel,
-            virtual_pipeline,
-            context_parallel,
-            expert_parallel,
-            expert_tensor_parallel,
-        )
-    )
+    wanted = Parallelism(tensor_parallel, pipeline_parallel, virtual_pipeline, context_parallel)
+    initialize_parallel(replace(wanted, expert=expert_parallel, expert_tensor=expert_tensor_parallel))
     config = read_config(path)
     shape = family_of(config).shape(config)
     settings = transformer_config(config, dtype=dtype, **overrides)

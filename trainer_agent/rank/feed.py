@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 import torch
 
 from controlplane import failpoints
-from controlplane.core.errors import SlotMismatch, WeightplaneError
+from controlplane.core.errors import WeightplaneError
 from controlplane.core.layout import Layout
-from trainer_agent import parts as ways
 from trainer_agent.chunking import SegmentPlan, plan_segment
 from trainer_agent.parts import Part, keeps_whole, parts_of
-from trainer_agent.rank.delta_sender import DeltaSender, Difference, difference_of
 from trainer_agent.rank.exporter import Exporter
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import Inbox
@@ -27,9 +25,12 @@ from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.links import Links
 from trainer_agent.rank.memory import ExportMemory, RingMemory, WholeMemory, ring_bytes
-from trainer_agent.rank.senders import Announcer, BroadcastSender, Content, CopySender, HandleSender, Sender
+from trainer_agent.rank.senders import make_sender
+from trainer_agent.rank.senders.delta import DeltaSender, Difference, difference_of
+from trainer_agent.rank.senders.port import Announcer, Content, Means, Sender
 from trainer_agent.rank.times import Times
 from trainer_agent.segments import Segment, SegmentPool
+from trainer_agent.transports import INLINE
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
 
@@ -147,28 +148,21 @@ class Feed:
 
     def _for_the_agent(self, segment: Segment) -> Sender:
         """The agent may want to read the whole version, also where every engine is sent a delta."""
-        nobody = Part(ranks=(self._rank,), transport=ways.INLINE, engines=())
-        return CopySender(nobody, Announcer(nobody, self._link, self._patience), segment, self._inbox)
+        return make_sender(self._means(Part(ranks=(self._rank,), transport=INLINE, engines=()), segment))
 
     def _sender(self, part: Part, segment: Segment, difference: Difference | None) -> Sender:
-        announcer = Announcer(part, self._link, self._patience)
-        way = self._way(part, segment, announcer)
+        means = self._means(part, segment)
+        sender = make_sender(means)
         if part.base is None:
-            return way
+            return sender
         # The engines of a new link come when their streams are opened; these are, when it is known what they are sent.
-        known = part.transport != ways.BROADCAST or self._held.links.of(part).connected
+        known = not part.traits.by_link or self._held.links.of(part).connected
         same = difference is not None and part.base == difference.base
-        return DeltaSender(part, way, announcer, difference if known and same else None)
+        return DeltaSender(part, sender, means.announcer, difference if known and same else None)
 
-    def _way(self, part: Part, segment: Segment, announcer: Announcer) -> Sender:
-        if part.transport == ways.SHARED_MEMORY:
-            return HandleSender(part, self._rank, announcer, segment, self._held.groups, self._inbox)
-        if part.transport == ways.INLINE:
-            return CopySender(part, announcer, segment, self._inbox)
-        if part.transport == ways.BROADCAST:
-            return BroadcastSender(part, announcer, segment, self._held.links, self._inbox)
-        name = weight_update_pb2.Transport.Name(part.transport)
-        raise SlotMismatch(engine_id=part.engine_ids[0], what="the plan", ranks=f"rank {self._rank} cannot send {name}")
+    def _means(self, part: Part, segment: Segment) -> Means:
+        announcer = Announcer(part, self._link, self._patience)
+        return Means(part, self._rank, announcer, segment, self._held.groups, self._held.links, self._inbox)
 
     def _finish(self, content: Content, parts: list[Part]) -> None:
         for sender in self._senders:

@@ -31,7 +31,7 @@ from controlplane.collectives import Between, first_line
 from controlplane.core.errors import LinkFailed
 from controlplane.sockets import Sockets
 from trainer_agent.forks import let_go_in_children
-from trainer_agent.parts import BROADCAST, Part
+from trainer_agent.parts import Part
 from trainer_agent.rank.memory import RING_CHUNKS
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
@@ -170,7 +170,7 @@ class Links:
 
     def prepare(self, parts: Sequence[Part], host: str) -> None:
         """Have a link for each broadcast part; close those that the plan has no more, or that failed."""
-        keys = {p.link: LinkKey(p.link, p.engines, p.fate, host) for p in parts if p.transport == BROADCAST}
+        keys = {p.link: LinkKey(p.link, p.engines, p.fate, host) for p in parts if p.traits.by_link}
         for name, link in list(self._links.items()):
             if keys.get(name) != link.key or link.error is not None:
                 self._links.pop(name).close()

@@ -7,13 +7,14 @@ ranks that can do so end their iteration, so that none is left waiting in a coll
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import dataclass
 from weakref import WeakValueDictionary
 
 import structlog
 from structlog.contextvars import bound_contextvars
 
 from controlplane.core.canary import CanaryReference
-from controlplane.core.errors import LinkFailed, PeerLost, WeightplaneError
+from controlplane.core.errors import InvalidRequest, LinkFailed, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.core.pauses import PausePolicy
 from controlplane.rpc.codec import pause_to_proto
@@ -36,6 +37,39 @@ MAX_CAUSE_LENGTH = 4096
 """Of an exception's text on its way to the other ranks."""
 
 
+@dataclass(frozen=True, slots=True)
+class PushOptions:
+    """One push, as the trainer's loop asked for it; see `TrainerRank.push`."""
+
+    step: int
+    detached: bool = False
+    """Nobody waits for the decision: it is not repeated."""
+    check: bool = False
+    reference: CanaryReference | None = None
+    pause: PausePolicy | None = None
+
+    def require_valid(self) -> None:
+        """Raises InvalidRequest: before anything is sent."""
+        if self.pause is not None and self.pause.problem_at_an_install:
+            raise InvalidRequest(field="pause", problem=self.pause.problem_at_an_install)
+        problem = "" if self.reference is None else self.reference.problem()
+        if problem:
+            raise InvalidRequest(field="reference", problem=problem)
+
+    def message(self, sequence: int, limit_seconds: float, held: Held) -> rank_pb2.PushBegin:
+        return rank_pb2.PushBegin(
+            step=self.step,
+            timeout_seconds=limit_seconds,
+            sequence=sequence,
+            detached=self.detached,
+            check=self.check,
+            keeps_whole=held.keeps_whole,
+            base=held.base,
+            reference=None if self.reference is None else reference_to_proto(self.reference),
+            pause=None if self.pause is None else pause_to_proto(self.pause),
+        )
+
+
 class Pushes:
     """Not for use by several threads."""
 
@@ -55,16 +89,7 @@ class Pushes:
         """Sequence of the push whose memory is in use; 0: nobody's is."""
         link.aside = self._take_aside
 
-    def attempt(
-        self,
-        step: int,
-        patience: Patience,
-        *,
-        detached: bool = False,
-        check: bool = False,
-        reference: CanaryReference | None = None,
-        pause: PausePolicy | None = None,
-    ) -> PendingPush:
+    def attempt(self, options: PushOptions, patience: Patience) -> PendingPush:
         """One push up to where this rank's weights were read, or it ended before that."""
         self._sequence += 1
         self._unsettled = self._sequence
@@ -72,23 +97,12 @@ class Pushes:
         pending = PendingPush(
             self._link,
             sequence=self._sequence,
-            step=step,
+            step=options.step,
             seconds=patience.total,
             settle=self._ended,
-            detached=detached,
+            detached=options.detached,
         )
-        limit = max(patience.left - ANSWER_GRACE_SECONDS, 0.0)
-        begin = rank_pb2.PushBegin(
-            step=step,
-            timeout_seconds=limit,
-            sequence=self._sequence,
-            detached=detached,
-            check=check,
-            keeps_whole=self.held.keeps_whole,
-            base=self.held.base,
-            reference=None if reference is None else reference_to_proto(reference),
-            pause=None if pause is None else pause_to_proto(pause),
-        )
+        begin = options.message(self._sequence, max(patience.left - ANSWER_GRACE_SECONDS, 0.0), self.held)
         self._link.send(rank_pb2.RankRequest(push_begin=begin), patience)
         try:
             plan = feed.answer("push_plan", "every rank to push, and the coordinator's plan").push_plan

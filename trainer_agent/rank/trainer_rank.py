@@ -42,7 +42,7 @@ from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.pending import PendingPush
-from trainer_agent.rank.pushes import ANSWER_GRACE_SECONDS, Pushes
+from trainer_agent.rank.pushes import ANSWER_GRACE_SECONDS, Pushes, PushOptions
 from trainer_agent.rank.report import PushReport, failure_of
 from trainer_agent.rank.shared_devices import SharedDevices
 from trainer_agent.rank.spawn import RankPlace, Sidecar, find_agent
@@ -120,12 +120,7 @@ class TrainerRank:
         link = _connect(socket, sidecar, patience)
         rank = cls(link, place, layout, source, GatherGroups(place.rank, socket.parent))
         rank._sidecar, rank._push_seconds = sidecar, push_timeout
-        atexit.register(rank.close)
-        try:
-            rank._join(model, run_id, join_timeout, patience)
-        except BaseException:
-            rank.close()
-            raise
+        rank._join(model, run_id, join_timeout, patience)
         rank._pushes.held.segments = (KeptVersions if deltas else SegmentPool)(rank.run_id, place.rank)
         return rank
 
@@ -159,23 +154,13 @@ class TrainerRank:
         """
         if wait not in get_args(WaitFor):
             raise InvalidRequest(field="wait", problem=f"one of {', '.join(get_args(WaitFor))}, not {wait!r}")
-        _check(reference, pause)
+        options = PushOptions(step, check=check, reference=reference, pause=pause)
+        options.require_valid()
         if wait == "released" and not check:
             pending = self.push_async(step, reference=reference, pause=pause)
             pending.released()
             return pending.applied(0)
-        patience, started = self._patience(), time.monotonic()
-        with self._pushing(step, patience):
-            while True:
-                pending = self._pushes.attempt(step, patience, check=check, reference=reference, pause=pause)
-                result = self._pushes.result(pending, patience)
-                if not result.retry:
-                    break
-                log.warning("push_repeated", step=step, reason=result.error_reason, cause=result.error_message)
-            if result.error_reason:
-                raise failure_of(result)
-            report = pending.served(patience) if check or wait == "serving" else pending.applied(0)
-            return replace(report, seconds=time.monotonic() - started)
+        return self._push(options, serving=check or wait == "serving")
 
     def push_async(
         self, step: int, *, reference: CanaryReference | None = None, pause: PausePolicy | None = None
@@ -190,10 +175,11 @@ class TrainerRank:
             LayoutInvalid: the source yields something else than it stated. StaleTerm, PeerLost: the session is over.
             DeadlineExceeded: the other ranks did not come, or the push before was not decided in time.
         """
-        _check(reference, pause)
+        options = PushOptions(step, detached=True, reference=reference, pause=pause)
+        options.require_valid()
         patience = self._patience()
         with self._pushing(step, patience):
-            return self._pushes.attempt(step, patience, detached=True, reference=reference, pause=pause)
+            return self._pushes.attempt(options, patience)
 
     def take_devices(self, level: int = 1) -> None:
         """Put the engines on this trainer's devices to sleep. Collective; returns when the devices are free.
@@ -260,6 +246,20 @@ class TrainerRank:
             self._sidecar.stop()
 
     def _join(self, model: str, run_id: str | None, timeout: float, patience: Patience) -> None:
+        atexit.register(self.close)
+        try:
+            self._say_join(model, timeout, patience)
+            message = self._link.receive(patience, "join", "all ranks and the lease")
+            self.term, self.run_id = message.joined.term, message.joined.run_id
+            self._devices.held = message.joined.holds_devices
+            if run_id and run_id != self.run_id:
+                raise WrongRun(expected=self.run_id, got=run_id)
+        except BaseException:
+            self.close()
+            raise
+        log.info("rank_joined", rank=self._place.rank, term=self.term, run=self.run_id)
+
+    def _say_join(self, model: str, timeout: float, patience: Patience) -> None:
         join = rank_pb2.Join(
             rank=self._place.rank,
             world_size=self._place.world_size,
@@ -275,12 +275,21 @@ class TrainerRank:
         if self._place.rank == 0:
             for part in layout_to_parts(self._layout):
                 self._link.send(rank_pb2.RankRequest(layout_part=_local_part(part)), patience)
-        message = self._link.receive(patience, "join", "all ranks and the lease")
-        self.term, self.run_id = message.joined.term, message.joined.run_id
-        self._devices.held = message.joined.holds_devices
-        if run_id and run_id != self.run_id:
-            raise WrongRun(expected=self.run_id, got=run_id)
-        log.info("rank_joined", rank=self._place.rank, term=self.term, run=self.run_id)
+
+    def _push(self, options: PushOptions, *, serving: bool) -> PushReport:
+        """Until the fleet decided, as often as it takes; `serving`: until it serves."""
+        patience, started = self._patience(), time.monotonic()
+        with self._pushing(options.step, patience):
+            while True:
+                pending = self._pushes.attempt(options, patience)
+                result = self._pushes.result(pending, patience)
+                if not result.retry:
+                    break
+                log.warning("push_repeated", step=options.step, reason=result.error_reason, cause=result.error_message)
+            if result.error_reason:
+                raise failure_of(result)
+            report = pending.served(patience) if serving else pending.applied(0)
+            return replace(report, seconds=time.monotonic() - started)
 
     def _patience(self) -> Patience:
         return Patience(self._push_seconds + ANSWER_GRACE_SECONDS)
@@ -319,15 +328,6 @@ class TrainerRank:
         if isinstance(error, StaleTerm):
             log.error("trainer_fenced", cause=str(error))
             raise SystemExit(int(ExitCode.FENCED)) from error
-
-
-def _check(reference: CanaryReference | None, pause: PausePolicy | None) -> None:
-    """Raises InvalidRequest: before anything is sent."""
-    if pause is not None and pause.problem_at_an_install:
-        raise InvalidRequest(field="pause", problem=pause.problem_at_an_install)
-    problem = "" if reference is None else reference.problem()
-    if problem:
-        raise InvalidRequest(field="reference", problem=problem)
 
 
 def _connect(socket: Path, sidecar: Sidecar | None, patience: Patience) -> RankLink:

@@ -19,7 +19,7 @@ from trainer_agent.parts import Part
 from trainer_agent.rank.delta import DeltaWriter
 from trainer_agent.rank.exporter import ExportedChunk
 from trainer_agent.rank.kept import KeptVersions
-from trainer_agent.rank.senders import Announcer, Content, Sender
+from trainer_agent.rank.senders.port import Announcer, Content, Sender
 from trainer_agent.segments import Segment, SegmentPool
 from weightplane.local.v1 import rank_pb2
 
