@@ -45,7 +45,7 @@ def engines_json(view: operator_pb2.FleetView) -> dict[str, Any]:
 
 def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableType:
     names = ("ENGINE", "STATE", "APPLIED", "DESIRED", "VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT")
-    table = new_table(*names, "FROM CHECKPOINT", "HELD AT")
+    table = new_table(*names, "FROM CHECKPOINT", "KEPT AT")
     for engine in engines:
         word = state_word(engine)
         refused = engine.status.refused
