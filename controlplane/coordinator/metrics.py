@@ -45,7 +45,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name, less its prefix: what it means, its labels."""
 LAG_HISTOGRAM = (
     "model_token_lag_commits",
-    "How stale the tokens of all engines of a model were that this coordinator heard of; above 7 is 8 in the sum.",
+    "How far behind the tokens of all engines of a model were that this coordinator heard of; above 7 is 8 in the sum.",
 )
 
 View = operator_pb2.FleetView

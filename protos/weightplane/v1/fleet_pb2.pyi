@@ -149,7 +149,7 @@ class EngineHello(_message.Message):
     """How many engines its unit has."""
     life: _builtins.int
     """Number of this life of the engine, from 1, kept on the agent's disk. A hello that arrives after that of a later
-    life is refused (L2). 0: unknown.
+    life is refused. 0: unknown.
     """
     likeness: _builtins.str
     """Engines of one likeness say the same of the same bytes: all that may change an answer, in one text. Empty: it is like
