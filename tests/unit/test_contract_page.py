@@ -1,4 +1,4 @@
-"""docs/protocol.md's table of the contract: each promise is kept in code that names it, attacked by a test, and has mutants."""
+"""The table of the contract in docs/protocol.md: each promise is named in code, attacked by a test, and has mutants."""
 
 from __future__ import annotations
 
