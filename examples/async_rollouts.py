@@ -94,11 +94,11 @@ def _serve(pipe: Connection, coordinator: str, wanted: Wanted) -> None:
 async def _answer(pipe: Connection, coordinator: str, wanted: Wanted) -> None:
     from controlplane.rollout.ahead import RolloutsAhead  # gRPC: not above, where the ranks import this module
     from controlplane.rollout.client import RolloutClient
-    from controlplane.rollout.staleness import StalenessGuard
+    from controlplane.rollout.lag_guard import LagGuard
 
     prompts, sampling = shuffled(wanted.prompts, wanted.seed), training_sampling(wanted.seed)
     async with RolloutClient(coordinator, wait_seconds=WAIT_SECONDS, on_loss="resume") as client:
-        guard = StalenessGuard(client.commits, wanted.max_lag)
+        guard = LagGuard(client.commits, wanted.max_lag)
         ahead = RolloutsAhead(
             client, guard, wanted.version, prompts, sampling, group_size=GROUP_SIZE, groups=PROMPTS_PER_STEP
         )

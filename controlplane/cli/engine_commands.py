@@ -1,4 +1,4 @@
-"""`weightplane engines hold | release | drain | pause | resume | wake | shutdown`: one engine is told something.
+"""`weightplane engines keep | release | drain | pause | resume | wake | shutdown`: one engine is told something.
 
 Nothing here carries weights or claims a version (INV-2). With `--wait` a command ends when what it ordered has come
 about, or with 1 when that took longer.
@@ -27,7 +27,7 @@ PAUSE_WAIT_SECONDS = 60.0
 
 
 @reported
-def hold(
+def keep(
     engine: EngineName,
     number: Annotated[int, typer.Argument(metavar="NUMBER", help="Number of the version.", min=1)],
     model: Annotated[str, typer.Option("--model", help="Its model, if it is not connected.")] = "",
@@ -41,7 +41,7 @@ def hold(
     its checkpoint is brought to it; the checkpoint stays as long. An engine that holds a later version must be started
     anew first.
     """
-    from controlplane.cli.engine_orders import hold as order
+    from controlplane.cli.engine_orders import keep as order
 
     return _done(order(_target(coordinator, engine, timeout), number, model, wait))
 
@@ -53,7 +53,7 @@ def release(
     coordinator: Coordinator = DEFAULT_COORDINATOR,
     timeout: Timeout = DEFAULT_SECONDS,
 ) -> int:
-    """Let a held engine go with the fleet again: a checkpoint or the next push brings it up to date."""
+    """Let a kept engine go with the fleet again: a checkpoint or the next push brings it up to date."""
     from controlplane.cli.engine_orders import release as order
 
     return _done(order(_target(coordinator, engine, timeout), wait))

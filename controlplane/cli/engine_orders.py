@@ -145,12 +145,12 @@ async def shutdown(target: Target, reason: str, wait: float) -> str:
     return f"{target.engine_id} ends"
 
 
-async def hold(target: Target, number: int, model: str, wait: float) -> str:
+async def keep(target: Target, number: int, model: str, wait: float) -> str:
     request = operator_pb2.KeepVersionRequest(engine_id=target.engine_id, number=number, model=model)
     try:
         kept = await _told(target, lambda operator: operator.KeepVersion(request, timeout=target.timeout))
     except StaleVersion as error:
-        what = "it goes back only in another life: shut it down, hold it (with --model), and start it again"
+        what = "it goes back only in another life: shut it down, keep it (with --model), and start it again"
         raise CommandFailed(ExitCode.FAILED, f"{error.reason}: {error}; {what}") from error
     version = version_text(kept.version)
     if wait:

@@ -45,7 +45,7 @@ def _show(coordinator: str, as_json: bool, timeout: float) -> int:
     return ExitCode.OK
 
 
-app.command(short_help="Keep it at a version while the fleet moves on.")(engine_commands.hold)
+app.command(short_help="Keep it at a version while the fleet moves on.")(engine_commands.keep)
 app.command(short_help="Let it go with the fleet again.")(engine_commands.release)
 app.command(short_help="Let it finish, and take nothing new.")(engine_commands.drain)
 app.command(short_help="Keep its gate shut.")(engine_commands.pause)

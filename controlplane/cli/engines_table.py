@@ -44,7 +44,7 @@ def engines_json(view: operator_pb2.FleetView) -> dict[str, Any]:
 
 def _versions_table(engines: Sequence[operator_pb2.EngineView]) -> RenderableType:
     always = ("ENGINE", "STATE", "APPLIED", "DESIRED")
-    where_said = ("VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT", "FROM CHECKPOINT", "HELD AT")
+    where_said = ("VERIFIED", "CHANGED", "REFUSED", "GROUP", "UNIT", "FROM CHECKPOINT", "KEPT AT")
     return table_of((*always, *where_said), map(_versions_row, engines), where_said)
 
 

@@ -122,7 +122,7 @@ def _model(state: fleet_pb2.ModelState) -> str:
     served = " and ".join(version_text(v) for v in state.served) or "nothing yet"
     if state.frozen:
         return f"{state.model} is frozen as loaded"
-    return f"{state.model} serves {served} (term {state.term}, commit {state.ordinal})"
+    return f"{state.model} serves {served} (term {state.term}, ordinal {state.ordinal})"
 
 
 def trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> Table:

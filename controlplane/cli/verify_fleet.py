@@ -31,7 +31,7 @@ class Finding:
     holds: str
     """The version that its agent says; unset; or unknown."""
     wanted: str
-    """What it should hold: what the fleet serves, or the version that it is held at."""
+    """What it should hold: what the fleet serves, or the version that it is kept at."""
     digest: str
     problems: tuple[str, ...]
 

@@ -177,7 +177,7 @@ def _slowest(update: fleet_pb2.UpdateState, stage: engine_pb2.UpdateStage.ValueT
 
 
 def _engines_table(update: fleet_pb2.UpdateState) -> RenderableType:
-    table = new_table("ENGINE", "NEEDED", "OUTCOME", "STAGES", "PAUSE", "WHAT IT SAID")
+    table = new_table("ENGINE", "REQUIRED", "OUTCOME", "STAGES", "PAUSE", "WHAT IT SAID")
     began = instant(update, "begin_time")
     for outcome in update.engines:
         needed = "yes" if outcome.required else "awaited" if outcome.awaited else "no"

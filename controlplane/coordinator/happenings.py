@@ -66,7 +66,7 @@ def _models(before: View, after: View) -> Iterator[Event]:
         old = known.get(model.model, fleet_pb2.ModelState())
         if list(old.served) != list(model.served):
             now = " and ".join(map(_version, model.served)) or "nothing"
-            yield _event("model_served", model.model, f"the fleet serves {now}; commit {model.ordinal}")
+            yield _event("model_served", model.model, f"the fleet serves {now}; ordinal {model.ordinal}")
         if model.term > old.term:
             yield _event("term_given", model.model, f"term {model.term} was given to a trainer")
 

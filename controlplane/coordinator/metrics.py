@@ -28,7 +28,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
     "coordinator_recovering": ("1 while it waits for reports after a restart: no update begins.", ()),
     "ledger_regressed": ("1 while agents know more than the ledger: a person must act.", ()),
     "model_served_number": ("Highest number that the fleet serves of a model; -1 is none.", MODEL),
-    "model_commits": ("Fleet commits of a model so far: what lag is counted in.", MODEL),
+    "model_ordinal": ("Fleet commits of a model so far: what lag is counted in.", MODEL),
     "model_update_open_seconds": ("Age of the model's open update; 0 while there is none.", MODEL),
     "engine_known": ("1 while the coordinator hears the engine; else it is UNKNOWN.", ENGINE),
     "engine_routable": ("1 while rollout clients are sent to it.", ENGINE),
@@ -46,7 +46,7 @@ FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {
 """Name, less its prefix: what it means, its labels."""
 LAG_HISTOGRAM = (
     "model_token_lag_commits",
-    "How stale the tokens of all engines of a model were that this coordinator heard of; above 7 is 8 in the sum.",
+    "How far behind the tokens of all engines of a model were that this coordinator heard of; above 7 is 8 in the sum.",
 )
 
 View = operator_pb2.FleetView
@@ -102,7 +102,7 @@ class _Families:
 def _model(made: _Families, view: View, model: fleet_pb2.ModelState, now: float) -> None:
     name = model.model
     made.put("model_served_number", max((v.number for v in model.served), default=-1), name)
-    made.put("model_commits", model.ordinal, name)
+    made.put("model_ordinal", model.ordinal, name)
     began = [u.begin_time.ToMilliseconds() / 1000 for u in view.updates if u.model == name and u.phase in _OPEN]
     made.put("model_update_open_seconds", max((now - at for at in began if at), default=0.0), name)
 

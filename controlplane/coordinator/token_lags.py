@@ -1,4 +1,4 @@
-"""How stale the tokens were that a model's engines made, over all lives of theirs that this coordinator heard of.
+"""How far behind the tokens were that a model's engines made, over all lives of theirs that this coordinator heard of.
 
 Promises that a life which ended still counts, that a report which comes twice counts once, and bounded memory. What an
 engine made after its last report and before its death is nobody's to count.

@@ -58,7 +58,7 @@ def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
 def _check_order(book: Book, event: EngineConnected) -> None:
     """L2: the hello of an earlier life, held up on its way, must not take the place of the one that lives."""
     old = book.engines.get(event.place.engine_id)
-    if old is not None and event.place.life and event.place.life < old.place.life:
+    if old is not None and 0 < event.place.incarnation_number < old.place.incarnation_number:
         raise e.WrongIncarnation(
             engine_id=event.place.engine_id, expected=old.state.incarnation, got=event.state.incarnation
         )

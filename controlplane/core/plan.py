@@ -82,8 +82,8 @@ class EnginePlace:
     """Engines that serve together or not at all, such as prefill and decode: behind one gate."""
     unit_size: int = 0
     """How many engines the unit has."""
-    life: int = 0
-    """Number of this life, by the agent's disk; 0: unknown. Incarnations have no order, lives have."""
+    incarnation_number: int = 0
+    """By the agent's disk; 0: unknown. Incarnations have no order, their numbers have."""
     transports: frozenset[Transport] = HOST_MEMORY
     """How bytes can reach it."""
     likeness: str = ""

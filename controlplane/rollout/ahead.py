@@ -1,6 +1,6 @@
 """Rollouts made while the learner trains, never further ahead of it than a lag allows.
 
-    guard = StalenessGuard(client.commits, max_lag=1)
+    guard = LagGuard(client.commits, max_lag=1)
     async with RolloutsAhead(client, guard, version, prompts, sampling, group_size=8, groups=8) as ahead:
         groups = await ahead.take()     # what to train on next; the next ones are begun meanwhile
         ...                             # train
@@ -25,8 +25,8 @@ from controlplane.core.errors import DeadlineExceeded
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
 from controlplane.rollout.client import RolloutClient
+from controlplane.rollout.lag_guard import Admitted, LagGuard
 from controlplane.rollout.sample import Sample
-from controlplane.rollout.staleness import Admitted, StalenessGuard
 
 TAKE_SECONDS = 600.0
 FOLLOW_SECONDS = 1.0
@@ -49,7 +49,7 @@ class RolloutsAhead:
     def __init__(
         self,
         client: RolloutClient,
-        guard: StalenessGuard,
+        guard: LagGuard,
         version: WeightVersion,
         prompts: Iterator[Prompt],
         sampling: SamplingSettings,

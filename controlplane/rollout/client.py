@@ -72,7 +72,7 @@ class RolloutClient:
         request (`LeastLoaded`, `PowerOfTwo`, `BySession`). `on_loss`: what becomes of a sample with tokens whose
         engine goes away, or that an engine cut for an update: `resume` it at another engine from the tokens that it
         has, `restart` it, or `fail`: raise, or hand out what was cut. `include_kept`: samples with `exact_version` may
-        go to engines that stay at that version while the fleet moves on (`weightplane engines hold`). `tls`: how the
+        go to engines that stay at that version while the fleet moves on (`weightplane engines keep`). `tls`: how the
         client proves who it is (role rollout), by a certificate or a token.
         """
         self._coordinator = coordinator

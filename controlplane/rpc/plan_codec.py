@@ -69,7 +69,7 @@ def engine_place_from_proto(hello: fleet_pb2.EngineHello) -> EnginePlace:
         hello.group,
         hello.unit,
         hello.unit_size,
-        hello.life,
+        hello.incarnation_number,
         _transports(hello.transports),
         hello.likeness,
         hello.max_requests,

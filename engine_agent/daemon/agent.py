@@ -274,4 +274,4 @@ class _Agent:
 
     def _in_a_line(self, life: EngineLife, state: EngineState) -> str:
         word = state.word(life.core.served)
-        return f"{word}, {state.model} {state.applied or 'unset'}; life {life.number}, at {self._endpoint}"
+        return f"{word}, {state.model} {state.applied or 'unset'}; incarnation {life.number}, at {self._endpoint}"

@@ -15,7 +15,7 @@ FAMILIES = {
     "agent_applied_number": "Number of the version that this engine holds; -1 is unset.",
     "agent_gate_open": "1 while tokens may leave this engine.",
     "agent_poisoned": "1 while this engine's weights are a mixture.",
-    "agent_life": "Number of the engine's life: it grows by one with each start.",
+    "agent_incarnation": "Number of the engine's incarnation: it grows by one with each start.",
     "agent_live_requests": "Requests in this engine.",
     "agent_waiting_requests": "Requests that wait outside its gate.",
 }
@@ -35,7 +35,7 @@ class AgentMetrics(Collector):
             "agent_applied_number": -1 if state.applied is None else state.applied.number,
             "agent_gate_open": life.core.gate_open,
             "agent_poisoned": state.weights_kind is WeightsKind.POISONED,
-            "agent_life": life.number,
+            "agent_incarnation": life.number,
             "agent_live_requests": state.live_requests,
             "agent_waiting_requests": life.counts.waiting,
         }

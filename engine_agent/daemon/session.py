@@ -221,7 +221,7 @@ class Session:
             group=self._member.group,
             unit=self._member.unit,
             unit_size=self._member.unit_size,
-            life=life.number,
+            incarnation_number=life.number,
             transports=self._member.transports,
             likeness="" if facts is None else facts.likeness,
             max_requests=0 if facts is None else facts.max_requests,

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from controlplane.rollout.ahead import RolloutsAhead
     from controlplane.rollout.blocking import BlockingRolloutClient
     from controlplane.rollout.client import RolloutClient
+    from controlplane.rollout.lag_guard import LagGuard
     from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
-    from controlplane.rollout.staleness import StalenessGuard
     from controlplane.rpc.security.settings import TlsSettings
     from trainer_agent.adapters.updater import WeightplaneUpdater
     from trainer_agent.adapters.vllm_client import WeightplaneSyncClient
@@ -32,6 +32,7 @@ __all__ = [
     "BySession",
     "CanaryReference",
     "IterableSource",
+    "LagGuard",
     "LeastLoaded",
     "MegatronSource",
     "ModuleSource",
@@ -41,7 +42,6 @@ __all__ = [
     "RolloutClient",
     "RolloutsAhead",
     "SamplingSettings",
-    "StalenessGuard",
     "TlsSettings",
     "TrainerRank",
     "WeightVersion",
@@ -64,7 +64,7 @@ _HOMES = {
     "RolloutClient": "controlplane.rollout.client",
     "RolloutsAhead": "controlplane.rollout.ahead",
     "SamplingSettings": "controlplane.core.sampling",
-    "StalenessGuard": "controlplane.rollout.staleness",
+    "LagGuard": "controlplane.rollout.lag_guard",
     "TlsSettings": "controlplane.rpc.security.settings",
     "TrainerRank": "trainer_agent.rank",
     "WeightVersion": "controlplane.core.versions",

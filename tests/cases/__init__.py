@@ -1,4 +1,4 @@
-"""CASES.md, row by row: each test here is named after the failure that it would have caught.
+"""docs/cases.md, row by row: each test here is named after the failure that it would have caught.
 
 A row is attacked by its idea, on real gRPC servers with in-memory engines in this process, and on real training
 processes where the trainer's own words are the point. `fleet.py` is the fleet under test, `engines.py` puts a hand on

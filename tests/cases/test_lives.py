@@ -122,7 +122,7 @@ def hello(incarnation: str, holds: Weights | None) -> fleet_pb2.EngineHello:
     """An agent's first frame; `holds` is what it claims to hold as version 1, and to serve."""
     return fleet_pb2.EngineHello(
         status=said(incarnation, holds),
-        life=LIVES.get(incarnation, 0),
+        incarnation_number=LIVES.get(incarnation, 0),
         endpoint="127.0.0.1:9",
         host_id="a-host",
         device_uuids=["a-device"],
@@ -223,7 +223,13 @@ async def test_L2_a_real_agents_first_life_does_not_come_back_over_its_second(fl
     status.CopyFrom(before.status)
     await zombie.say(
         engine_hello=fleet_pb2.EngineHello(
-            status=status, endpoint=before.endpoint, host_id="h", device_uuids=["d"], life=1, max_term=1, max_number=1
+            status=status,
+            endpoint=before.endpoint,
+            host_id="h",
+            device_uuids=["d"],
+            incarnation_number=1,
+            max_term=1,
+            max_number=1,
         )
     )
     with refusals("WRONG_INCARNATION"):

@@ -1,4 +1,4 @@
-"""Failures that people met in what models are (CASES.md, M1, M5, M6, G8), as far as weight sources decide them.
+"""Failures that people met in what models are (docs/cases.md, M1, M5, M6, G8), as far as weight sources decide them.
 
 What the engine does about them is tested where engines are; here it appears as what it expects of a layout.
 """

@@ -1,4 +1,4 @@
-"""Failures in what models are (CASES.md, M1, M2, M4, M6, M7), on a real vLLM engine of a model with experts.
+"""Failures in what models are (docs/cases.md, M1, M2, M4, M6, M7), on a real vLLM engine of a model with experts.
 
 Its vocabulary is no multiple of anything, its head is tied to its embedding. A real trainer's rank pushes, well or
 badly; what the engine then says is compared with fresh engines, or with transformers.

@@ -129,7 +129,7 @@ def test_the_units_are_ready_and_say_what_they_serve(fleet: Machine) -> None:
     assert {values["ActiveState"] for values in shown.values()} == {"active"}
     assert "policy 1." in shown[COORDINATOR]["StatusText"]
     for_people = fleet.run("systemctl", "status", "--no-pager", ENGINES[0])
-    assert re.search(r'Status: "serving, policy 1\.\d+; life \d+, at 127\.0\.0\.1:\d+"', for_people), for_people
+    assert re.search(r'Status: "serving, policy 1\.\d+; incarnation \d+, at 127\.0\.0\.1:\d+"', for_people), for_people
     owner = fleet.run("stat", "-c", "%U", "/var/lib/weightplane/coordinator/ledger.sqlite")
     assert owner == "weightplane"
 

@@ -1,7 +1,7 @@
 """The spans are true (INV-11): 64 samples at once on two real engines, ten updates under them, every span recomputed.
 
 Each span's log probabilities are those of its own version's weights, and of no neighbour's: a border that lay one
-update off, or a token that was stamped too late, would be seen. What the staleness policy dropped is all that is lost.
+update off, or a token that was stamped too late, would be seen. What the policy on lag dropped is all that is lost.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import pytest
 
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
+from controlplane.rollout.lag_guard import LagGuard
 from controlplane.rollout.sample import Sample
-from controlplane.rollout.staleness import StalenessGuard
 from tests.support.told_rank import Order
 from tests.support.two_real_engines import ENGINES, TOLERANCE, RealFleet, Recomputed, two_real_engines
 
@@ -50,7 +50,7 @@ class Load:
     """Samples that run all the time until told that it is over; those under way then go to their end."""
 
     rollouts: RolloutClient
-    guard: StalenessGuard
+    guard: LagGuard
     asked: int = 0
     made: list[Made] = field(default_factory=list)
     over: bool = False
@@ -70,7 +70,7 @@ async def test_inv11_each_span_of_64_samples_over_ten_updates_is_its_own_version
     async with two_real_engines(tmp_path) as real, real.client() as rollouts:
         numbers = [await real.push(Order(seed=100))]
         await real.routable(*ENGINES)
-        load = Load(rollouts, StalenessGuard(rollouts.commits, MAX_LAG))
+        load = Load(rollouts, LagGuard(rollouts.commits, MAX_LAG))
         async with asyncio.TaskGroup() as group:
             for i in range(SAMPLES):
                 group.create_task(load.one_after_the_other([5 + i, 6, 7]))
@@ -93,7 +93,7 @@ def _nothing_is_lost(load: Load) -> None:
 
 def _the_policy_dropped_just_what_is_too_old(load: Load) -> None:
     """Version n is the fleet's commit n here: nothing was burned."""
-    dropped = Counter(("stale", made.sample.spans[0].version.number) for made in load.made if not made.admitted)
+    dropped = Counter(("lag", made.sample.spans[0].version.number) for made in load.made if not made.admitted)
     assert dropped == load.guard.dropped
     for made in load.made:
         assert made.admitted == (made.commits - made.sample.spans[0].version.number <= MAX_LAG)

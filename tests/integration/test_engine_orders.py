@@ -1,4 +1,4 @@
-"""One engine is held at a version, released, drained, paused, resumed, shut down: by the commands, over real gRPC."""
+"""One engine is kept at a version, released, drained, paused, resumed, shut down: by the commands, over real gRPC."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def test_a_held_engine_serves_its_version_over_restarts_while_the_fleet_mo
     async with checkpoint_fleet(tmp_path) as fleet:
         old, new = Weights(), Weights()
         await keep(fleet, old, await fleet.push(old))
-        assert await orders.hold(at(fleet, "e1"), 1, "", SECONDS) == "e1 stays at version 1.1, and serves it"
+        assert await orders.keep(at(fleet, "e1"), 1, "", SECONDS) == "e1 stays at version 1.1, and serves it"
         await keep(fleet, new, await fleet.push(new))
         await routable(fleet, "e0", 2)
         assert (await fleet.generate("e1", 4))[:2] == (words_of(old), [(1, 0, 4)])
@@ -41,7 +41,7 @@ async def test_a_held_engine_serves_its_version_over_restarts_while_the_fleet_mo
         await routable(fleet, "e1", 1)
         assert (await fleet.generate("e1", 4))[:2] == (words_of(old), [(1, 0, 4)])
         with pytest.raises(CommandFailed, match="e0 has applied number 2 in this incarnation; 1 is not above it"):
-            await orders.hold(at(fleet, "e0"), 1, "", 0)
+            await orders.keep(at(fleet, "e0"), 1, "", 0)
         assert await orders.release(at(fleet, "e1"), SECONDS) == "e1 goes with the fleet, and serves"
         assert (await fleet.generate("e1", 4))[:2] == (words_of(new), [(2, 0, 4)])
 
@@ -50,7 +50,7 @@ async def test_only_a_client_that_asks_is_sent_to_a_held_engine_and_only_for_its
     async with checkpoint_fleet(tmp_path) as fleet:
         await fleet.push(Weights())
         await routable(fleet, "e1", 1)
-        await orders.hold(at(fleet, "e1"), 1, "", SECONDS)
+        await orders.keep(at(fleet, "e1"), 1, "", SECONDS)
         await fleet.push(Weights())
         await routable(fleet, "e0", 2)
         held, sampling = WeightVersion(1, Term(fleet.term)), SamplingSettings(max_tokens=2)

@@ -253,7 +253,7 @@ async def test_l2_the_hello_says_which_life_it_is_so_that_an_earlier_ones_comes_
         start_engine(fleet, "e0")
         await fleet.wait_for_engines(1)
         hello = fleet_pb2.EngineHello(
-            status=earlier, endpoint="127.0.0.1:1", host_id="h", device_uuids=["MEM-0"], life=1
+            status=earlier, endpoint="127.0.0.1:1", host_id="h", device_uuids=["MEM-0"], incarnation_number=1
         )
         session: Any = fleet.fleet.Session()
         await session.write(fleet_pb2.SessionRequest(engine_hello=hello))

@@ -122,7 +122,7 @@ async def test_one_that_an_engine_is_held_at_stays_until_it_is_released_and_othe
         ranks = await ObedientRanks.start(trainer)
         await pushed_and_kept(fleet, ranks, 1)
         held = orders.Target(fleet.address, "e1", 5.0)
-        await orders.hold(held, 1, "", 0.0)
+        await orders.keep(held, 1, "", 0.0)
 
         async def stay(*numbers: int) -> bool:
             known = {c.version.number for c in await checkpoints(fleet)}

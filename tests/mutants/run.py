@@ -2,7 +2,7 @@
 
 A mutant is a unified diff with a first line `caught by: TEST [TEST…]`. Each is applied to a copy of the sources, never
 to the working tree, and its tests run there. Caught: the tests pass without the patch and fail with it. Exit code 1 if
-one survives, does not apply, or names tests that do not pass by themselves.
+one survives, does not apply, or names tests that do not pass by themselves; then pytest's own last lines are shown.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MUTANTS = Path(__file__).resolve().parent
 COPIED = ("controlplane", "engine_agent", "trainer_agent", "protos", "tests", "docs", "pyproject.toml", "README.md")
 HEADER = "caught by: "
 TEST_LIMIT_SECONDS = 120
+LINES_SHOWN = 20
+"""Of pytest's output, where the tests fail without a mutant."""
 NO_TESTS_FAILED, TESTS_FAILED = 0, 1
 """pytest's exit codes; any other is a fault of the mutant's header or of the set-up."""
 
@@ -51,6 +53,8 @@ class Copy:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self.said = ""
+        """By the last run of pytest."""
         ignore = shutil.ignore_patterns("__pycache__", "*.pyc")
         for name in COPIED:
             source = ROOT / name
@@ -75,11 +79,14 @@ class Copy:
                 cwd=self._directory,
                 env=environment,
                 capture_output=True,
+                text=True,
                 timeout=TEST_LIMIT_SECONDS,
                 check=False,
             )
         except subprocess.TimeoutExpired:
+            self.said = f"over after {TEST_LIMIT_SECONDS} s"
             return TESTS_FAILED
+        self.said = done.stdout + done.stderr
         return done.returncode
 
 
@@ -103,6 +110,7 @@ def main() -> int:
         copy = Copy(Path(directory))
         every = tuple(dict.fromkeys(t for m in mutants for t in m.tests))
         if copy.test(every) != NO_TESTS_FAILED:
+            print(*copy.said.splitlines()[-LINES_SHOWN:], sep="\n")
             print(f"The named tests do not pass without any mutant: pytest {' '.join(every)}")
             return 1
         outcomes = {}

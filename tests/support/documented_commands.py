@@ -84,7 +84,7 @@ ELSEWHERE = (
     Elsewhere(r"weightplane engine --config", "tests/integration/test_engine_commands.py"),
     Elsewhere(r"weightplane engine --member-of", "tests/integration/test_engine_of_nodes.py"),
     Elsewhere(r"weightplane trainer .*--", "tests/integration/test_examples.py"),
-    Elsewhere(r"weightplane engines (hold|release)", JOINS),
+    Elsewhere(r"weightplane engines (keep|release)", JOINS),
     Elsewhere(r"weightplane engines (drain|shutdown) engine-\d --wait", JOINS),
     Elsewhere(r"python -m vllm\.entrypoints", "tests/support/vllm_server.py"),
     Elsewhere(r"--[\w-]+-path [\w.]+$", "tests/unit/test_slime_rollouts.py"),

@@ -31,7 +31,7 @@ COMMANDS = [
     "verify",
     "doctor",
     "engines",
-    "engines hold",
+    "engines keep",
     "engines release",
     "engines drain",
     "engines pause",

@@ -42,7 +42,7 @@ OURS: dict[str, Any] = {
     "rank": weightplane.TrainerRank,
     "rollouts": weightplane.RolloutClient,
     "ahead": weightplane.RolloutsAhead,
-    "guard": weightplane.StalenessGuard,
+    "guard": weightplane.LagGuard,
 }
 """What a variable of this name is, where a page does not say how it was made."""
 RETURNED = {cls.__name__: cls for cls in (weightplane.TrainerRank, PushReport, PendingPush, Sample)}

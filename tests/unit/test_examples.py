@@ -57,7 +57,7 @@ def test_seconds_count_as_overlap_where_rollouts_and_training_both_ran() -> None
 
 
 def test_the_report_has_the_histogram_the_overlap_and_what_was_dropped() -> None:
-    account = Account([(0.0, 3.0)], Counter({1: 30, 0: 10}), Counter({("stale", 1): 2}))
+    account = Account([(0.0, 3.0)], Counter({1: 30, 0: 10}), Counter({("lag", 1): 2}))
     assert async_grpo.report(account, [(1.0, 5.0)], seconds=4.0) == [
         "40 tokens trained on, in 4 s: 10 tokens/s",
         "rollouts were in flight for 2.0 of 4.0 s of training (50%)",

@@ -10,19 +10,19 @@ import weightplane
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
+    from controlplane.rollout.lag_guard import Admitted
     from controlplane.rollout.sample import Delta, Sample, Scores
-    from controlplane.rollout.staleness import Admitted
     from trainer_agent.rank.pending import PendingPush
     from trainer_agent.rank.report import PushReport
     from trainer_agent.source import WeightSource
     from weightplane import (
         BlockingRolloutClient,
         IterableSource,
+        LagGuard,
         MegatronSource,
         ModuleSource,
         RolloutClient,
         SamplingSettings,
-        StalenessGuard,
         TrainerRank,
         WithDraft,
     )
@@ -51,7 +51,7 @@ def blocking(client: BlockingRolloutClient, prompt: Sequence[int], sampling: Sam
     return client.generate(prompt, sampling)
 
 
-def admission(guard: StalenessGuard, sample: Sample) -> Admitted | None:
+def admission(guard: LagGuard, sample: Sample) -> Admitted | None:
     return guard.admit(sample)
 
 

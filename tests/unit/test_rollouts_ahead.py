@@ -12,7 +12,7 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.ahead import Group, RolloutsAhead
-from controlplane.rollout.staleness import StalenessGuard
+from controlplane.rollout.lag_guard import LagGuard
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import FakeEngine, finish, tokens, version
 from tests.unit.test_rollout_client import World
@@ -30,7 +30,7 @@ class Learner:
         self.world = World()
         self.stack = AsyncExitStack()
         self.engine: FakeEngine
-        self.guard: StalenessGuard
+        self.guard: LagGuard
         self.ahead: RolloutsAhead
         self.number = 0
         self.behind = 0
@@ -40,7 +40,7 @@ class Learner:
     async def start(self, max_lag: int) -> None:
         await self.world.start()
         self.engine = await self.world.engine("a", self.answer)
-        self.guard = StalenessGuard(self.world.client.commits, max_lag)
+        self.guard = LagGuard(self.world.client.commits, max_lag)
         self.ahead = RolloutsAhead(
             self.world.client,
             self.guard,
@@ -156,7 +156,7 @@ async def test_R2_what_grew_too_old_is_dropped_by_group_counted_and_made_anew(le
     await learner.commit()
     learner.behind = 0
     assert lags(await taking) <= {0, 1}
-    assert learner.guard.dropped["stale", 1] >= BATCH
+    assert learner.guard.dropped["lag", 1] >= BATCH
 
 
 async def test_no_two_samples_have_one_seed(learner: Learner) -> None:

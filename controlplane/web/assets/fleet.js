@@ -115,7 +115,7 @@ function why(engine) {
   if (status.poison_cause) return status.poison_cause;
   const holds = status.holds.map(hold).join(", ");
   if (holds) return holds;
-  if (engine.kept) return `stays at ${version(engine.kept)}`;
+  if (engine.kept) return `kept at ${version(engine.kept)}`;
   if (status.gate_open) return "";
   const gate = engine.conditions.find((c) => c.type === "GateOpen");
   if (!gate || gate.status === "CONDITION_STATUS_TRUE") return "";

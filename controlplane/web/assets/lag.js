@@ -1,4 +1,4 @@
-// How stale what is served is: the tokens made, by their version's lag then; before there are any, the engines.
+// How far behind what is served is: the tokens made, by their version's lag then; before there are any, the engines.
 
 import { byId, keyed, make, row, say } from "./dom.js";
 import { count } from "./words.js";

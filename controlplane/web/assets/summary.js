@@ -45,7 +45,7 @@ function figures(fleet, now) {
 
 function servedFigure(model) {
   const served = model.served.map(version).join(" and ") || "nothing yet";
-  const note = model.frozen ? "frozen as loaded" : `commit ${model.ordinal}, term ${model.term}`;
+  const note = model.frozen ? "frozen as loaded" : `ordinal ${model.ordinal}, term ${model.term}`;
   return { label: `${model.model} serves`, value: served, note };
 }
 

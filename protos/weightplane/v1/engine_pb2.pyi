@@ -466,7 +466,7 @@ class EngineStatus(_message.Message):
     """Requests that wait: outside the gate, and in the engine for a place in its batch."""
     word: _builtins.str
     """One word for people, derived from the rest: starting, empty, receiving, installing, serving, ready, held,
-    draining, asleep, poisoned, stopping, dead.
+    stalled, draining, asleep, poisoned, stopping, dead.
     """
     residency: Global___Residency.ValueType
     """What lies in device memory."""

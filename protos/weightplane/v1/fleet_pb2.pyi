@@ -127,7 +127,7 @@ class EngineHello(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     UNIT_FIELD_NUMBER: _builtins.int
     UNIT_SIZE_FIELD_NUMBER: _builtins.int
-    LIFE_FIELD_NUMBER: _builtins.int
+    INCARNATION_NUMBER_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     LIKENESS_FIELD_NUMBER: _builtins.int
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
@@ -147,9 +147,9 @@ class EngineHello(_message.Message):
     """Engines of one unit serve together or not at all, behind one gate: prefill and decode. Empty: it is alone."""
     unit_size: _builtins.int
     """How many engines its unit has."""
-    life: _builtins.int
-    """Number of this life of the engine, from 1, kept on the agent's disk. A hello that arrives after that of a later
-    life is refused (L2). 0: unknown.
+    incarnation_number: _builtins.int
+    """Number of this incarnation, from 1, kept on the agent's disk: incarnations have no order, their numbers have. A hello
+    that arrives after that of a later one is refused. 0: unknown.
     """
     likeness: _builtins.str
     """Engines of one likeness say the same of the same bytes: all that may change an answer, in one text. Empty: it is like
@@ -191,14 +191,14 @@ class EngineHello(_message.Message):
         group: _builtins.str = ...,
         unit: _builtins.str = ...,
         unit_size: _builtins.int = ...,
-        life: _builtins.int = ...,
+        incarnation_number: _builtins.int = ...,
         transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
         likeness: _builtins.str = ...,
         max_requests: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "life", b"life", "likeness", b"likeness", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "incarnation_number", b"incarnation_number", "likeness", b"likeness", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

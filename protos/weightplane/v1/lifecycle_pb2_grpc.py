@@ -163,7 +163,7 @@ class LifecycleServicer:
         raise NotImplementedError('Method not implemented!')
 
     def AbortRequests(self, request, context):
-        """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+        """End requests in the engine: each with the tokens and the spans that it has, as `abort`. Those that wait outside
         the gate are their callers' to end.
 
         Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);

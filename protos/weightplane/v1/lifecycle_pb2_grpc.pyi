@@ -75,7 +75,7 @@ class LifecycleStub:
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
     AbortRequests: _grpc.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequestsRequest, _lifecycle_pb2.AbortRequestsResponse]
-    """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+    """End requests in the engine: each with the tokens and the spans that it has, as `abort`. Those that wait outside
     the gate are their callers' to end.
 
     Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);
@@ -167,7 +167,7 @@ class LifecycleAsyncStub(LifecycleStub):
     Idempotent. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry).
     """
     AbortRequests: _aio.UnaryUnaryMultiCallable[_lifecycle_pb2.AbortRequestsRequest, _lifecycle_pb2.AbortRequestsResponse]  # type: ignore[assignment]
-    """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+    """End requests in the engine: each with the tokens and the spans that it has, as `abort`. Those that wait outside
     the gate are their callers' to end.
 
     Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);
@@ -292,7 +292,7 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
         request: _lifecycle_pb2.AbortRequestsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_lifecycle_pb2.AbortRequestsResponse, _abc.Awaitable[_lifecycle_pb2.AbortRequestsResponse]]:
-        """End requests in the engine: each with the tokens and the spans that it has (R4), as `abort`. Those that wait outside
+        """End requests in the engine: each with the tokens and the spans that it has, as `abort`. Those that wait outside
         the gate are their callers' to end.
 
         Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_INCARNATION (FAILED_PRECONDITION, do not retry);

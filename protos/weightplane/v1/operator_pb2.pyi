@@ -750,7 +750,7 @@ class FleetView(_message.Message):
 
     @_builtins.property
     def token_lags(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLags]:
-        """How stale the tokens were that were made, by model."""
+        """How far behind the tokens were that were made, by model."""
 
     def __init__(
         self,

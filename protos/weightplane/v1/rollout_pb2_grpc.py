@@ -95,7 +95,7 @@ class RolloutServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+        """End requests by the names that their callers gave them: each with the tokens and the spans that it has.
 
         Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
         model that it hears of, and says PEER_LOST if one of them did not answer: ask again.

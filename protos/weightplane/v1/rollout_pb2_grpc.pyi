@@ -63,7 +63,7 @@ class RolloutStub:
     left a log probability out, or gave one that is not finite).
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]
-    """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+    """End requests by the names that their callers gave them: each with the tokens and the spans that it has.
 
     Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
     model that it hears of, and says PEER_LOST if one of them did not answer: ask again.
@@ -104,7 +104,7 @@ class RolloutAsyncStub(RolloutStub):
     left a log probability out, or gave one that is not finite).
     """
     Abort: _aio.UnaryUnaryMultiCallable[_rollout_pb2.AbortRequest, _rollout_pb2.AbortResponse]  # type: ignore[assignment]
-    """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+    """End requests by the names that their callers gave them: each with the tokens and the spans that it has.
 
     Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
     model that it hears of, and says PEER_LOST if one of them did not answer: ask again.
@@ -160,7 +160,7 @@ class RolloutServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.AbortResponse, _abc.Awaitable[_rollout_pb2.AbortResponse]]:
-        """End requests by the names that their callers gave them: each with the tokens and the spans that it has (R4).
+        """End requests by the names that their callers gave them: each with the tokens and the spans that it has.
 
         Idempotent: what is not there is no error. Errors: WRONG_RUN, WRONG_MODEL. The coordinator asks every engine of the
         model that it hears of, and says PEER_LOST if one of them did not answer: ask again.

@@ -6,8 +6,8 @@ import pytest
 
 from controlplane.core.lag import Commits, FleetCommit
 from controlplane.core.versions import EngineId, Term, WeightVersion
+from controlplane.rollout.lag_guard import LagExceeded, LagGuard
 from controlplane.rollout.sample import Sample, Span
-from controlplane.rollout.staleness import StalenessGuard, TooStale
 
 
 def version(number: int) -> WeightVersion:
@@ -32,23 +32,23 @@ def commits() -> Commits:
 
 
 def test_R2_a_sample_that_lags_too_far_is_dropped_and_counted_by_reason_and_version(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1)
+    guard = LagGuard(commits, max_lag=1)
     assert guard.admit(sample((2, 4))) is None
     assert guard.admit(sample((1, 4), (10, 4))) is None
     assert guard.admit(sample((9, 4))) is not None
-    assert guard.dropped == {("stale", 2): 1, ("stale", 1): 1}
+    assert guard.dropped == {("lag", 2): 1, ("lag", 1): 1}
     assert guard.admitted == 1
 
 
-def test_R2_burned_numbers_do_not_make_a_sample_stale(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=2)
+def test_R2_burned_numbers_do_not_make_a_sample_lag(commits: Commits) -> None:
+    guard = LagGuard(commits, max_lag=2)
     admitted = guard.admit(sample((2, 4)))
     assert admitted is not None
     assert admitted.lags == (2,)
 
 
 def test_R2_masking_keeps_what_is_fresh_and_counts_the_rest(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1, policy="mask")
+    guard = LagGuard(commits, max_lag=1, policy="mask")
     admitted = guard.admit(sample((2, 2), (10, 3)))
     assert admitted is not None
     assert admitted.mask == (False, False, True, True, True)
@@ -57,19 +57,19 @@ def test_R2_masking_keeps_what_is_fresh_and_counts_the_rest(commits: Commits) ->
 
 
 def test_R2_a_sample_of_which_nothing_is_fresh_is_dropped_by_a_mask_too(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=0, policy="mask")
+    guard = LagGuard(commits, max_lag=0, policy="mask")
     assert guard.admit(sample((2, 2))) is None
-    assert guard.dropped == {("stale", 2): 1}
+    assert guard.dropped == {("lag", 2): 1}
 
 
 def test_R2_raising_names_tokens_version_and_both_numbers(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1, policy="raise")
-    with pytest.raises(TooStale, match=r"tokens 0 to 2 are of version 1\.2, 2 commits behind; at most 1"):
+    guard = LagGuard(commits, max_lag=1, policy="raise")
+    with pytest.raises(LagExceeded, match=r"tokens 0 to 2 are of version 1\.2, 2 commits behind; at most 1"):
         guard.admit(sample((2, 2), (10, 1)))
 
 
 def test_R2_counts_add_up(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1)
+    guard = LagGuard(commits, max_lag=1)
     samples = [sample((n, 1)) for n in (1, 2, 9, 10)] * 3
     assert len(guard.admit_all(samples)) == guard.admitted == 6
     assert guard.admitted + guard.dropped.total() == len(samples)
@@ -77,28 +77,28 @@ def test_R2_counts_add_up(commits: Commits) -> None:
 
 
 def test_work_that_would_be_too_old_when_it_ends_is_not_begun(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1)
+    guard = LagGuard(commits, max_lag=1)
     assert guard.may_begin(version(10))
     assert not guard.may_begin(version(9))
     assert guard.may_begin(version(9), pending_commits=0)
 
 
 def test_R2_a_push_under_way_puts_the_learner_ahead_of_the_fleet(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1)
+    guard = LagGuard(commits, max_lag=1)
     admitted = guard.admit(sample((10, 4)), pending_commits=1)
     assert admitted is not None
     assert admitted.lags == (1,)
     assert guard.admit(sample((9, 4)), pending_commits=1) is None
-    with pytest.raises(TooStale, match="2 commits behind; at most 1"):
-        StalenessGuard(commits, max_lag=1, policy="raise").admit(sample((9, 4)), pending_commits=1)
+    with pytest.raises(LagExceeded, match="2 commits behind; at most 1"):
+        LagGuard(commits, max_lag=1, policy="raise").admit(sample((9, 4)), pending_commits=1)
 
 
 def test_R2_a_group_is_admitted_whole_or_dropped_whole_and_each_sample_is_counted_with_its_reason(
     commits: Commits,
 ) -> None:
-    guard = StalenessGuard(commits, max_lag=1)
+    guard = LagGuard(commits, max_lag=1)
     assert guard.admit_group([sample((10, 4)), sample((2, 4))]) is None
-    assert guard.dropped == {("group", 10): 1, ("stale", 2): 1}
+    assert guard.dropped == {("group", 10): 1, ("lag", 2): 1}
     assert guard.admitted == 0
     admitted = guard.admit_group([sample((10, 4)), sample((9, 4))])
     assert admitted is not None
@@ -106,7 +106,7 @@ def test_R2_a_group_is_admitted_whole_or_dropped_whole_and_each_sample_is_counte
 
 
 def test_R2_masking_keeps_a_group_of_which_each_sample_has_fresh_tokens(commits: Commits) -> None:
-    guard = StalenessGuard(commits, max_lag=1, policy="mask")
+    guard = LagGuard(commits, max_lag=1, policy="mask")
     admitted = guard.admit_group([sample((2, 4), (10, 2)), sample((9, 4))])
     assert admitted is not None
     assert admitted[0].mask == (False,) * 4 + (True,) * 2

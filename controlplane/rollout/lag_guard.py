@@ -16,14 +16,14 @@ from controlplane.core.lag import Commits
 from controlplane.core.versions import WeightVersion
 from controlplane.rollout.sample import Sample, Span
 
-StalenessPolicy = Literal["drop", "mask", "raise"]
+LagPolicy = Literal["drop", "mask", "raise"]
 
 
 @dataclass(eq=False)
-class TooStale(Refused):
+class LagExceeded(Refused):
     """A sample has tokens of a version that is further behind than is allowed."""
 
-    reason = "TOO_STALE"
+    reason = "LAG_EXCEEDED"
     template = "tokens {start} to {end} are of version {version}, {lag} commits behind; at most {max_lag} are allowed"
     version: str
     start: int
@@ -44,21 +44,21 @@ class Admitted:
 
 
 @dataclass
-class StalenessGuard:
+class LagGuard:
     """Admits samples whose tokens are at most `max_lag` fleet commits behind `commits`.
 
     `drop`: a sample with any older token is not admitted. `mask`: it is, and those tokens do not count; if none is left
-    it is dropped. `raise`: TooStale.
+    it is dropped. `raise`: LagExceeded.
     """
 
     commits: Commits
     """The fleet's, as far as it is known: `RolloutClient.commits`, which follows the coordinator."""
     max_lag: int
-    policy: StalenessPolicy = "drop"
+    policy: LagPolicy = "drop"
     admitted: int = 0
     """Samples."""
     dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Samples, by reason (`stale`; `group`: one of its group was) and number of the oldest version in them."""
+    """Samples, by reason (`lag`; `group`: one of its group was) and number of the oldest version in them."""
     masked_tokens: Counter[int] = field(default_factory=Counter)
     """By version number."""
     lags: Counter[int] = field(default_factory=Counter)
@@ -71,15 +71,15 @@ class StalenessGuard:
         fleet's by so many, and a sample is behind the learner by so many more.
         """
         lags = self._lags(sample, pending_commits)
-        stale = [span for span, lag in zip(sample.spans, lags, strict=True) if lag > self.max_lag]
-        if stale and self.policy == "raise":
-            raise self._too_stale(stale[0], lags[sample.spans.index(stale[0])])
-        fresh = len(sample.tokens) - sum(span.end - span.start for span in stale)
-        if stale and (self.policy == "drop" or not fresh):
-            self._drop(sample, "stale")
+        late = [span for span, lag in zip(sample.spans, lags, strict=True) if lag > self.max_lag]
+        if late and self.policy == "raise":
+            raise self._exceeded(late[0], lags[sample.spans.index(late[0])])
+        fresh = len(sample.tokens) - sum(span.end - span.start for span in late)
+        if late and (self.policy == "drop" or not fresh):
+            self._drop(sample, "lag")
             return None
-        self._count(sample, lags, stale)
-        old = {i for span in stale for i in range(span.start, span.end)}
+        self._count(sample, lags, late)
+        old = {i for span in late for i in range(span.start, span.end)}
         return Admitted(sample, tuple(i not in old for i in range(len(sample.tokens))), lags)
 
     def admit_all(self, samples: Iterable[Sample], *, pending_commits: int = 0) -> list[Admitted]:
@@ -88,12 +88,12 @@ class StalenessGuard:
         return [each for each in admitted if each is not None]
 
     def admit_group(self, samples: Sequence[Sample], *, pending_commits: int = 0) -> list[Admitted] | None:
-        """All of them or none, where rewards are compared within a group. None: one was stale; all are counted."""
-        stale = [s for s in samples if self._would_drop(s, pending_commits)]
-        if not stale:
+        """All of them or none, where rewards are compared within a group. None: one lagged too far; all are counted."""
+        late = [s for s in samples if self._would_drop(s, pending_commits)]
+        if not late:
             return self.admit_all(samples, pending_commits=pending_commits)
         for sample in samples:
-            self._drop(sample, "stale" if sample in stale else "group")
+            self._drop(sample, "lag" if sample in late else "group")
         return None
 
     def may_begin(self, version: WeightVersion, *, pending_commits: int = 1) -> bool:
@@ -112,14 +112,14 @@ class StalenessGuard:
     def _drop(self, sample: Sample, reason: str) -> None:
         self.dropped[reason, min(span.version.number for span in sample.spans)] += 1
 
-    def _count(self, sample: Sample, lags: tuple[int, ...], stale: list[Span]) -> None:
+    def _count(self, sample: Sample, lags: tuple[int, ...], late: list[Span]) -> None:
         self.admitted += 1
         for span, lag in zip(sample.spans, lags, strict=True):
             tokens = span.end - span.start
-            if span in stale:
+            if span in late:
                 self.masked_tokens[span.version.number] += tokens
             else:
                 self.lags[lag] += tokens
 
-    def _too_stale(self, span: Span, lag: int) -> TooStale:
-        return TooStale(version=str(span.version), start=span.start, end=span.end, lag=lag, max_lag=self.max_lag)
+    def _exceeded(self, span: Span, lag: int) -> LagExceeded:
+        return LagExceeded(version=str(span.version), start=span.start, end=span.end, lag=lag, max_lag=self.max_lag)
