@@ -190,7 +190,7 @@ def _delta(output: Any, stream: Stream) -> GenerationDelta:
         cached_prompt_tokens=output.num_cached_tokens or 0,
         prompt_logprobs=scores,
         engine_spans=_spans(choice),
-        sampling_mask=_masks(choice),
+        sampling_masks=_masks(choice),
         routed_experts=_routed(output, stream.count + len(choice.token_ids), stream.first_routed),
     )
 
