@@ -122,7 +122,7 @@ class GenerationDelta:
     """Entry i belongs to prompt token i + 1; on one delta, where `sampling.prompt_logprobs`."""
     engine_spans: tuple[tuple[str, int, int], ...] = ()
     """The engine's own (label, start, end) spans over this request's tokens, on the last delta."""
-    sampling_mask: tuple[tuple[int, ...], ...] = ()
+    sampling_masks: tuple[tuple[int, ...], ...] = ()
     """One per token: the tokens that it was drawn from. Empty without the capability `sampling_mask`."""
     routed_experts: RoutedExperts | None = None
     """On the last delta of an engine with the capability `routed_experts`, where it has them for every token."""

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from controlplane.cli.fleet_table import STYLES, UNKNOWN, applied_word, since, state_word, version_text
 from controlplane.cli.tables import add_row, new_table, table_of
+from controlplane.rpc.enum_words import word_of
 from weightplane.v1 import engine_pb2, operator_pb2, version_pb2
 
 _WORDS = {
@@ -162,7 +163,7 @@ def verification_word(engine: operator_pb2.EngineView) -> str | None:
     """By what its weights were found right; None where it was brought none, or nobody knows what it holds."""
     if not engine.known or not engine.status.HasField("canary"):
         return None
-    return engine_pb2.Verification.Name(engine.verification).removeprefix("VERIFICATION_").lower()
+    return word_of(engine_pb2.Verification, engine.verification)
 
 
 def _update_json(update: engine_pb2.UpdateProgress) -> dict[str, Any]:
@@ -170,7 +171,7 @@ def _update_json(update: engine_pb2.UpdateProgress) -> dict[str, Any]:
     return {
         "update_id": update.update_id,
         "version": _version(update.version),
-        "stage": engine_pb2.UpdateStage.Name(update.stage).removeprefix("UPDATE_STAGE_").lower(),
+        "stage": word_of(engine_pb2.UpdateStage, update.stage),
         "changed_tensors": update.changed_tensors if update.HasField("changed_tensors") else None,
         "tensor_count": update.tensor_count,
         "pause_seconds": {

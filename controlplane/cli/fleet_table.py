@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from controlplane.cli.tables import add_row, new_table, table_of
+from controlplane.rpc.enum_words import word_of
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, version_pb2
 
 UPDATES_SHOWN = 5
@@ -173,7 +174,7 @@ def cause_lines(updates: Iterable[fleet_pb2.UpdateState]) -> list[Text]:
 
 
 def phase_word(update: fleet_pb2.UpdateState) -> str:
-    return fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
+    return word_of(fleet_pb2.UpdatePhase, update.phase)
 
 
 def _update_version(update: fleet_pb2.UpdateState) -> str:
@@ -184,7 +185,7 @@ def _update_version(update: fleet_pb2.UpdateState) -> str:
 def outcome_text(update: fleet_pb2.UpdateState, outcome: fleet_pb2.EngineOutcome) -> str:
     """`applied`, `lost`, `waiting`, or another stage; with the reason if it ended badly. Of a decided update nobody
     waits any more: `not begun`."""
-    stage = engine_pb2.UpdateStage.Name(outcome.stage).removeprefix("UPDATE_STAGE_").lower()
+    stage = word_of(engine_pb2.UpdateStage, outcome.stage)
     if stage == "unspecified":
         stage = "waiting" if update.phase in OPEN else "not begun"
     word = "lost" if outcome.lost else stage
@@ -197,7 +198,7 @@ def _holds(holds: Iterable[engine_pb2.Hold]) -> str:
 
 
 def _hold(hold: engine_pb2.Hold) -> str:
-    kind = engine_pb2.HoldKind.Name(hold.kind).removeprefix("HOLD_KIND_").lower()
+    kind = word_of(engine_pb2.HoldKind, hold.kind)
     return f"{kind} ({hold.owner})" if hold.owner else kind
 
 

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from controlplane.cli.tables import add_row, new_table
+from controlplane.rpc.enum_words import word_of
 from weightplane.v1 import fleet_pb2, operator_pb2, weight_update_pb2
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
@@ -107,17 +108,17 @@ def _senders_table(found: operator_pb2.PlanResponse) -> RenderableType:
 
 
 def transport_word(transport: weight_update_pb2.Transport.ValueType) -> str:
-    return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+    return word_of(weight_update_pb2.Transport, transport)
 
 
 def _apply(assignment: fleet_pb2.Assignment) -> str:
-    return weight_update_pb2.Apply.Name(assignment.apply).removeprefix("APPLY_").lower()
+    return word_of(weight_update_pb2.Apply, assignment.apply)
 
 
 def _fate(assignment: fleet_pb2.Assignment) -> str | None:
     if not assignment.link:
         return None
-    return weight_update_pb2.LinkFate.Name(assignment.fate).removeprefix("LINK_FATE_").lower()
+    return word_of(weight_update_pb2.LinkFate, assignment.fate)
 
 
 Costs = operator_pb2.EngineCost | operator_pb2.SenderCost | operator_pb2.SentBytes

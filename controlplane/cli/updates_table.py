@@ -23,6 +23,7 @@ from controlplane.cli.fleet_table import (
 )
 from controlplane.cli.plan_table import size
 from controlplane.cli.tables import add_row, new_table
+from controlplane.rpc.enum_words import word_of
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 PAUSE_PARTS = ("wait", "quiesce", "install", "caches", "canary")
@@ -100,7 +101,7 @@ def pause_seconds(outcome: fleet_pb2.EngineOutcome) -> dict[str, float]:
 
 
 def stage_word(stage: engine_pb2.UpdateStage.ValueType) -> str:
-    return engine_pb2.UpdateStage.Name(stage).removeprefix("UPDATE_STAGE_").lower()
+    return word_of(engine_pb2.UpdateStage, stage)
 
 
 def applied(outcome: fleet_pb2.EngineOutcome) -> bool:

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import islice
 
+from controlplane.rpc.enum_words import word_of
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, version_pb2
 
 KEPT = 100
@@ -77,7 +78,7 @@ def _updates(before: View, after: View) -> Iterator[Event]:
         phase = known.get(update.update_id)
         if phase == update.phase:
             continue
-        word = fleet_pb2.UpdatePhase.Name(update.phase).removeprefix("UPDATE_PHASE_").lower()
+        word = word_of(fleet_pb2.UpdatePhase, update.phase)
         name = {"preparing": "update_began", "go": "update_went_go"}.get(word, "update_decided")
         cause = f": {update.cause}" if update.cause else ""
         text = f"version {_version(update.version)} {word}{cause}"

@@ -30,9 +30,9 @@ from controlplane.core.versions import ModelName
 from controlplane.rollout.choosing import Search
 from controlplane.rollout.engine_errors import ELSEWHERE_MAY_DO, engine_error, nothing_came
 from controlplane.rollout.routing import Route
-from controlplane.rollout.wire import FINISH_REASONS
 from controlplane.rpc.codec import pin_from_proto, seconds_from_proto, seconds_to_proto, version_from_proto
 from controlplane.rpc.errors import RemoteError
+from controlplane.rpc.sample_codec import finish_reason_from_proto
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.tracing import UNTRACED, CallTrace, incoming, trace_asked, trace_call
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
@@ -187,7 +187,7 @@ def _trace_response(trace: CallTrace, response: rollout_pb2.GenerateResponse) ->
     if response.HasField("finish"):
         finish = response.finish
         spans = [f"{version_from_proto(s.version)}:{s.start}-{s.end}" for s in finish.spans]
-        reason = FINISH_REASONS.get(finish.reason, "abort")
+        reason = finish_reason_from_proto(finish.reason)
         why = finish.stop_reason if reason == "abort" else ""
         trace.finished(reason, why, spans, finish.cached_prompt_tokens)
 
@@ -197,7 +197,7 @@ def _refuse_empty_end(route: Route, response: rollout_pb2.GenerateResponse, call
     if response.token_ids or not response.HasField("finish"):
         return
     finish = response.finish
-    error = nothing_came(route.engine_id, call.name, FINISH_REASONS.get(finish.reason, "abort"), finish.stop_reason)
+    error = nothing_came(route.engine_id, call.name, finish_reason_from_proto(finish.reason), finish.stop_reason)
     if error is not None:
         raise error
 

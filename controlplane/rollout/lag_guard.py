@@ -13,8 +13,9 @@ from typing import Literal
 
 from controlplane.core.errors import Refused
 from controlplane.core.lag import Commits
+from controlplane.core.sample_spans import Span
 from controlplane.core.versions import WeightVersion
-from controlplane.rollout.sample import Sample, Span
+from controlplane.rollout.sample import Sample
 
 LagPolicy = Literal["drop", "mask", "raise"]
 

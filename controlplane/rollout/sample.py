@@ -13,19 +13,11 @@ from typing import Any
 from controlplane.core.errors import SpanMismatch
 from controlplane.core.pins import ANY, Pin
 from controlplane.core.routed_experts import RoutedExperts
+from controlplane.core.sample_spans import VERSION_CHANGED, Span, extend
 from controlplane.core.versions import EngineId, WeightVersion
 
 SPANS_KEY = "weightplane_spans"
-_SLIME_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted", "version_changed": "aborted"}
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens start ≤ i < end of a sample were made by `version`."""
-
-    version: WeightVersion
-    start: int
-    end: int
+_SLIME_STATUS = {"stop": "completed", "length": "truncated", "abort": "aborted", VERSION_CHANGED: "aborted"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,11 +122,10 @@ class Assembly:
     routed_experts: RoutedExperts | None = None
     _parts: int = 1
     _part: list[Span] = field(default_factory=list)
-    _part_tokens: int = 0
 
     def begin_part(self) -> None:
         """Another engine goes on from the tokens so far: what it says of spans counts from here."""
-        self._part, self._part_tokens, self.last = [], 0, None
+        self._part, self.last = [], None
         self._parts, self.routed_experts = self._parts + 1, None
 
     def add(self, delta: Delta) -> None:
@@ -184,23 +175,14 @@ class Assembly:
             raise self._mismatch(f"{count} tokens", f"{len(delta.logprobs)} logprobs")
         if not self.pin.allows_by_number(delta.version):
             raise self._mismatch(str(self.pin), str(delta.version))
-        _append(self.spans, delta.version, len(self.tokens), count)
-        _append(self._part, delta.version, self._part_tokens, count)
-        self._part_tokens += count
+        extend(self.spans, delta.version, count)
+        extend(self._part, delta.version, count)
         self.tokens += delta.tokens
         self.logprobs += delta.logprobs
         self.sampling_masks += delta.sampling_masks
 
     def _mismatch(self, ours: str, engines: str) -> SpanMismatch:
         return SpanMismatch(request_id=self.request_id, ours=ours, engines=engines)
-
-
-def _append(spans: list[Span], version: WeightVersion, start: int, count: int) -> None:
-    """The same version goes on in the same span."""
-    if spans and spans[-1].version == version:
-        spans[-1] = Span(version, spans[-1].start, start + count)
-    else:
-        spans.append(Span(version, start, start + count))
 
 
 def _text(spans: list[Span] | tuple[Span, ...]) -> str:

@@ -4,16 +4,10 @@ from __future__ import annotations
 
 from controlplane.core.versions import EngineId, Incarnation, RunId
 from controlplane.rollout.routing import Route, Routes
-from controlplane.rollout.sample import Delta, Ending, Span
+from controlplane.rollout.sample import Delta, Ending
 from controlplane.rpc.codec import commit_from_proto, routed_from_proto, version_from_proto
+from controlplane.rpc.sample_codec import finish_reason_from_proto, span_from_proto
 from weightplane.v1 import fleet_pb2, rollout_pb2
-
-FINISH_REASONS = {
-    rollout_pb2.FINISH_REASON_STOP: "stop",
-    rollout_pb2.FINISH_REASON_LENGTH: "length",
-    rollout_pb2.FINISH_REASON_ABORT: "abort",
-    rollout_pb2.FINISH_REASON_VERSION_CHANGED: "version_changed",
-}
 
 
 def routes_from_proto(response: fleet_pb2.WatchRoutesResponse) -> Routes:
@@ -52,9 +46,9 @@ def delta_from_proto(engine_id: EngineId, response: rollout_pb2.GenerateResponse
 
 def _ending(finish: rollout_pb2.Finish) -> Ending:
     return Ending(
-        finish_reason=FINISH_REASONS.get(finish.reason, "abort"),
+        finish_reason=finish_reason_from_proto(finish.reason),
         stop_reason=finish.stop_reason,
-        spans=tuple(Span(version_from_proto(s.version), s.start, s.end) for s in finish.spans),
+        spans=tuple(span_from_proto(s) for s in finish.spans),
         prompt_tokens=finish.prompt_tokens,
         cached_prompt_tokens=finish.cached_prompt_tokens,
     )

@@ -16,6 +16,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from controlplane.rpc.addresses import split_address
+from controlplane.rpc.enum_words import word_of
 from controlplane.rpc.lag_histogram import LagHistogram
 from controlplane.rpc.ports import PortUnavailable
 from controlplane.rpc.security.settings import PLAIN, TlsSettings
@@ -74,7 +75,7 @@ PUSH_SECONDS = Histogram(
 
 def transport_label(transport: weight_update_pb2.Transport.ValueType) -> str:
     """As transports are called everywhere."""
-    return weight_update_pb2.Transport.Name(transport).removeprefix("TRANSPORT_").lower()
+    return word_of(weight_update_pb2.Transport, transport)
 
 
 def serve_metrics(listen: str, *collectors: Collector, tls: TlsSettings = PLAIN) -> Callable[[], None]:

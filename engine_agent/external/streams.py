@@ -20,11 +20,11 @@ from controlplane.core.errors import EngineDied, InvalidRequest, RequestAborted
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.external.server import Server
+from engine_agent.vllm.endings import ending
 
 GENERATE = "/inference/v1/generate"
 FLOOR = -9999.0
 """What vLLM's HTTP answers have for a log probability that is not finite."""
-FINISH_REASONS = {"repetition": "stop", "error": "abort"}
 
 
 class Streams:
@@ -121,13 +121,12 @@ class Streams:
             self._tasks.pop(request_id, None)
 
     def _delta(self, choice: Mapping[str, Any], scores: tuple[float, ...] = ()) -> GenerationDelta:
-        reason = choice["finish_reason"]
-        stop = choice.get("stop_reason")
+        finish_reason, stop_reason = ending(choice["finish_reason"], choice.get("stop_reason"))
         return GenerationDelta(
             token_ids=tuple(choice["token_ids"] or ()),
             logprobs=spoken_logprobs(choice),
-            finish_reason=FINISH_REASONS.get(reason, reason),
-            stop_reason=str(stop) if stop is not None else reason if reason in FINISH_REASONS else "",
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
             prompt_logprobs=scores,
             engine_spans=tuple(
                 (self._label_of(s["version"]), s["start"], s["end"]) for s in choice.get("weight_versions") or ()

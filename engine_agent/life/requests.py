@@ -17,23 +17,12 @@ from functools import partial
 import structlog
 
 from controlplane.core.errors import SpanMismatch, WeightplaneError
+from controlplane.core.sample_spans import VERSION_CHANGED, Span, extend
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
 from engine_agent.engine import Engine, GenerationDelta, LiveRequests
 
 log = structlog.get_logger(__name__)
-
-VERSION_CHANGED = "version_changed"
-"""How a request ends that wanted one version only."""
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """Tokens start ≤ i < end were made by `version`."""
-
-    version: WeightVersion
-    start: int
-    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +42,6 @@ class _Request:
     """The caller's."""
     version: WeightVersion
     spans: list[Span] = field(default_factory=list)
-    attributed: int = 0
-    """Tokens with a span."""
     seen: int = 0
     """Tokens that came from the engine."""
     behind_border: bool = False
@@ -245,8 +232,7 @@ class Requests:
     def _attribute(self, request: _Request, delta: GenerationDelta) -> None:
         count = len(delta.token_ids)
         if count:
-            _extend(request.spans, request.version, request.attributed, request.attributed + count)
-            request.attributed += count
+            extend(request.spans, request.version, count)
             self._made(request.version, count)
         if delta.finish_reason is None:
             request.out.put_nowait(Part(request.version, delta))
@@ -269,11 +255,3 @@ def _tell(request: _Request, pump: asyncio.Task[None]) -> None:
     error = None if pump.cancelled() else pump.exception()
     if error is not None:
         request.out.put_nowait(error)
-
-
-def _extend(spans: list[Span], version: WeightVersion, start: int, end: int) -> None:
-    """The same version goes on in the same span."""
-    if spans and spans[-1].version == version:
-        spans[-1] = Span(version, spans[-1].start, end)
-    else:
-        spans.append(Span(version, start, end))

@@ -169,7 +169,7 @@ class MemoryEngine:
                     stop_reason=str(token) if stopped else "",
                     prompt_logprobs=self._scores(prompt_token_ids, sampling) if not position else (),
                     engine_spans=tuple(live.spans) if stopped or last else (),
-                    sampling_mask=((token,),) if self._settings.says_masks else (),
+                    sampling_masks=((token,),) if self._settings.says_masks else (),
                     routed_experts=self._routed(len(prompt_token_ids) + position) if stopped or last else None,
                 )
                 if stopped:

@@ -10,9 +10,10 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from controlplane.core.errors import WeightplaneError
+from controlplane.core.sample_spans import Span
 from controlplane.core.versions import WeightVersion
 from controlplane.tracing import UNTRACED, CallTrace
-from engine_agent.life.requests import Part, Parts, Span
+from engine_agent.life.requests import Part, Parts
 from engine_agent.life.spans import trace_part
 
 MAX_CHOICES = 1024

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from controlplane.core import errors as e
+from controlplane.core.sample_spans import VERSION_CHANGED
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rpc.codec import pin_from_proto, routed_to_proto, sampling_from_proto, version_to_proto
+from controlplane.rpc.sample_codec import finish_reason_to_proto, span_to_proto
 from controlplane.tracing import CallTrace, incoming, trace_asked, trace_call
 from engine_agent.engine import GenerationDelta
 from engine_agent.life.engine_life import EngineLifeHolder
-from engine_agent.life.requests import VERSION_CHANGED, Part, Parts, Span
+from engine_agent.life.requests import Part, Parts
 from engine_agent.life.spans import trace_part
 from engine_agent.services.entry import check_identity, check_request, check_scored, enter, wait_of
 from engine_agent.services.merging import merged
@@ -23,12 +25,6 @@ from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 ROUTED_PART_BYTES = 1 << 20
 """Of routed experts in one message: 4,096 tokens of 48 layers with 8 experts each are 3 MiB."""
-_REASONS = {
-    "stop": rollout_pb2.FINISH_REASON_STOP,
-    "length": rollout_pb2.FINISH_REASON_LENGTH,
-    "abort": rollout_pb2.FINISH_REASON_ABORT,
-    VERSION_CHANGED: rollout_pb2.FINISH_REASON_VERSION_CHANGED,
-}
 
 
 class RolloutService(rollout_pb2_grpc.RolloutServicer):
@@ -125,7 +121,7 @@ async def _scores(request_id: str, parts: Parts) -> tuple[float, ...]:
 def _responses(part: Part, prompt_tokens: int, index: int) -> Iterator[rollout_pb2.GenerateResponse]:
     """What is large goes in messages of its own, before the one that the part is."""
     delta = part.delta
-    if delta.sampling_mask:  # of as many tokens as `top_k`, for each token: one a message
+    if delta.sampling_masks:  # of as many tokens as `top_k`, for each token: one a message
         *first, last = _each_token(delta)
         for one in first:
             yield _response(replace(part, delta=one), prompt_tokens, index)
@@ -143,7 +139,7 @@ def _each_token(delta: GenerationDelta) -> list[GenerationDelta]:
             delta if i == last else GenerationDelta((), ()),
             token_ids=delta.token_ids[i : i + 1],
             logprobs=delta.logprobs[i : i + 1],
-            sampling_mask=delta.sampling_mask[i : i + 1],
+            sampling_masks=delta.sampling_masks[i : i + 1],
         )
         for i in range(last + 1)
     ]
@@ -152,21 +148,17 @@ def _each_token(delta: GenerationDelta) -> list[GenerationDelta]:
 def _response(part: Part, prompt_tokens: int, index: int) -> rollout_pb2.GenerateResponse:
     delta = part.delta
     message = rollout_pb2.GenerateResponse(token_ids=delta.token_ids, logprobs=delta.logprobs, index=index)
-    message.sampling_masks.extend(rollout_pb2.SamplingMask(token_ids=mask) for mask in delta.sampling_mask)
+    message.sampling_masks.extend(rollout_pb2.SamplingMask(token_ids=mask) for mask in delta.sampling_masks)
     if delta.token_ids:
         message.version.CopyFrom(version_to_proto(part.version))
     if delta.finish_reason is not None:
         message.finish.CopyFrom(
             rollout_pb2.Finish(
-                reason=_REASONS.get(delta.finish_reason, rollout_pb2.FINISH_REASON_ABORT),
+                reason=finish_reason_to_proto(delta.finish_reason),
                 stop_reason=delta.stop_reason,
-                spans=[_span(s) for s in part.spans],
+                spans=[span_to_proto(s) for s in part.spans],
                 prompt_tokens=prompt_tokens,
                 cached_prompt_tokens=delta.cached_prompt_tokens,
             )
         )
     return message
-
-
-def _span(span: Span) -> rollout_pb2.VersionSpan:
-    return rollout_pb2.VersionSpan(version=version_to_proto(span.version), start=span.start, end=span.end)

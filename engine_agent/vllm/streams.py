@@ -20,9 +20,7 @@ from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.vllm.calls import Core, is_death
-
-FINISH_REASONS = {"repetition": "stop", "error": "abort"}
-"""vLLM's reasons that the port does not have; the original stays as the stop reason."""
+from engine_agent.vllm.endings import ending
 
 
 class OutputTap:
@@ -180,17 +178,18 @@ async def _next_delta(core: Core, stream: Stream, read: Callable[[Any, Stream], 
 
 def _delta(output: Any, stream: Stream) -> GenerationDelta:
     choice = output.outputs[0]
+    finish_reason, stop_reason = ending(choice.finish_reason, choice.stop_reason)
     scores, stream.scored = _scores(output, stream), stream.scored or bool(output.prompt_logprobs)
     entries = choice.logprobs or ()
     return GenerationDelta(
         token_ids=tuple(choice.token_ids),
         logprobs=tuple(entry[token].logprob for token, entry in zip(choice.token_ids, entries, strict=bool(entries))),
-        finish_reason=FINISH_REASONS.get(choice.finish_reason, choice.finish_reason),
-        stop_reason=_stop_reason(choice),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
         cached_prompt_tokens=output.num_cached_tokens or 0,
         prompt_logprobs=scores,
         engine_spans=_spans(choice),
-        sampling_mask=_masks(choice),
+        sampling_masks=_masks(choice),
         routed_experts=_routed(output, stream.count + len(choice.token_ids), stream.first_routed),
     )
 
@@ -198,11 +197,12 @@ def _delta(output: Any, stream: Stream) -> GenerationDelta:
 def _native_delta(output: Any, stream: Stream) -> GenerationDelta:
     """What borders and spans need; the rest is in vLLM's own output."""
     choice = output.outputs[0]
+    finish_reason, stop_reason = ending(choice.finish_reason, choice.stop_reason)
     return GenerationDelta(
         token_ids=tuple(choice.token_ids),
         logprobs=(),
-        finish_reason=FINISH_REASONS.get(choice.finish_reason, choice.finish_reason),
-        stop_reason=_stop_reason(choice),
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
         engine_spans=_spans(choice),
         native=output,
     )
@@ -233,12 +233,6 @@ def _scores(output: Any, stream: Stream) -> tuple[float, ...]:
         return ()
     pairs = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
     return tuple(entry[token].logprob if entry and token in entry else math.nan for token, entry in pairs)
-
-
-def _stop_reason(choice: Any) -> str:
-    if choice.stop_reason is not None:
-        return str(choice.stop_reason)
-    return choice.finish_reason if choice.finish_reason in FINISH_REASONS else ""
 
 
 def sampling_params(sampling: SamplingSettings) -> Any:

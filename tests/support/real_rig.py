@@ -19,10 +19,11 @@ import pytest
 from safetensors.torch import save_file
 
 from controlplane.core.errors import WeightplaneError
+from controlplane.core.sample_spans import Span
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rollout.client import RolloutClient
-from controlplane.rollout.sample import Assembly, Sample, Span
+from controlplane.rollout.sample import Assembly, Sample
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.vllm.launch import launch

@@ -17,8 +17,9 @@ from typing import Any
 
 import psutil
 
+from controlplane.core.sample_spans import Span
 from controlplane.rollout.client import RolloutClient
-from controlplane.rollout.sample import Sample, Span
+from controlplane.rollout.sample import Sample
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.reference import Reference

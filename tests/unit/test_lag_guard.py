@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core.lag import Commits, FleetCommit
+from controlplane.core.sample_spans import Span
 from controlplane.core.versions import EngineId, Term, WeightVersion
 from controlplane.rollout.lag_guard import LagExceeded, LagGuard
-from controlplane.rollout.sample import Sample, Span
+from controlplane.rollout.sample import Sample
 
 
 def version(number: int) -> WeightVersion:

@@ -12,10 +12,11 @@ import pytest
 from structlog.testing import capture_logs
 
 from controlplane.core import errors as e
+from controlplane.core.sample_spans import Span
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId
 from controlplane.rollout.client import RolloutClient
-from controlplane.rollout.sample import Delta, Sample, Span
+from controlplane.rollout.sample import Delta, Sample
 from controlplane.rpc.server import RunningServer
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import (

@@ -8,12 +8,12 @@ from collections.abc import AsyncIterator
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core.sample_spans import Span
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation
 from controlplane.rollout.blocking import BlockingRolloutClient
 from controlplane.rollout.policies import BySession, PowerOfTwo
 from controlplane.rollout.routing import Route, RoutingTable
-from controlplane.rollout.sample import Span
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import Script, finish, hangs, refuses, says, tokens, version
 from tests.unit.test_rollout_client import PROMPT, World

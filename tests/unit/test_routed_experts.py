@@ -8,8 +8,9 @@ import pytest
 
 from controlplane.core.errors import SpanMismatch
 from controlplane.core.routed_experts import RoutedExperts
+from controlplane.core.sample_spans import Span
 from controlplane.core.versions import EngineId, Term, WeightVersion
-from controlplane.rollout.sample import Assembly, Delta, Ending, Span
+from controlplane.rollout.sample import Assembly, Delta, Ending
 from controlplane.rpc.codec import routed_from_proto, routed_to_proto
 from engine_agent.vllm.streams import Stream, _delta
 
@@ -90,7 +91,7 @@ def output_of_vllm(routed_rows: int) -> Any:
 def test_what_vllm_gives_is_handed_on_with_the_place_of_its_first_token(asked_from: int, rows: int, first: int) -> None:
     """Three tokens of prompt and two sampled ones: the last one never went through the model."""
     made = _delta(output_of_vllm(rows), Stream(asked_from))
-    assert made.sampling_mask == ((7, 8), (9,))
+    assert made.sampling_masks == ((7, 8), (9,))
     assert made.routed_experts is not None
     assert (made.routed_experts.first_token, made.routed_experts.tokens) == (first, rows)
     assert made.routed_experts.of(first) == ((0, 1, 2), (3, 4, 5))

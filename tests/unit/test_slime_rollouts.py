@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from controlplane.core.errors import EngineDied, InvalidRequest
+from controlplane.core.sample_spans import Span
 from controlplane.core.versions import EngineId
 from controlplane.rollout.adapters import slime_sample
 from controlplane.rollout.adapters.slime import close, generate, generate_rollout
-from controlplane.rollout.sample import SPANS_KEY, Sample, Span
+from controlplane.rollout.sample import SPANS_KEY, Sample
 from tests.support import slime_types
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import finish, hangs, refuses, says, tokens, version
