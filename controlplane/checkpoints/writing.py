@@ -21,6 +21,7 @@ from controlplane.core.errors import CheckpointUnreadable
 from controlplane.core.layout import Layout, content_digest
 from controlplane.core.versions import ModelName, RunId, WeightVersion
 from controlplane.tensor_files import TensorFileError, header_of
+from controlplane.whole_files import sync_directory
 
 SHARD_BYTES = 1 << 30
 """Tensors' bytes in one file, about; a tensor is never split."""
@@ -219,7 +220,7 @@ class CheckpointWriter:
             file.write(to_json(manifest))
             file.flush()
             os.fsync(file.fileno())
-        _sync_directory(self._scratch)
+        sync_directory(self._scratch)
         try:
             self._scratch.rename(self._root / self._name)
         except OSError:
@@ -227,7 +228,7 @@ class CheckpointWriter:
                 raise
             return
         self._scratch = None
-        _sync_directory(self._root)
+        sync_directory(self._root)
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
@@ -280,11 +281,3 @@ def _grouped(layout: Layout, shard_bytes: int) -> list[list[int]]:
         groups[-1].append(index)
         size += tensor.byte_count
     return groups
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -39,6 +39,7 @@ from controlplane.rpc.server import RunningServer, start_server, wait_for_signal
 from controlplane.supervision import Supervisor
 from controlplane.tracing import BY_ENVIRONMENT, TracingSettings, sending_spans
 from controlplane.web import serve_page
+from controlplane.whole_files import write_whole
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -168,7 +169,7 @@ async def _start(settings: CoordinatorSettings, started: AsyncExitStack) -> tupl
     if page:
         log.info("page_ready", url=page)
         if settings.web_address_file is not None:
-            _publish(settings.web_address_file, page)
+            write_whole(settings.web_address_file, page)
     return hub, server
 
 
@@ -204,7 +205,7 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
     measuring = asyncio.create_task(watch_loop())
     log.info("coordinator_ready", address=server.address, run_id=settings.run_id, coordinator_term=hub.core.term)
     if settings.address_file is not None:
-        _publish(settings.address_file, server.address)
+        write_whole(settings.address_file, server.address)
     supervisor.ready(_in_a_line(hub.view.value))
     try:
         ends: set[asyncio.Future[Any]] = {ticker, publisher, signalled, hub.failed}
@@ -238,13 +239,6 @@ def _in_a_line(view: operator_pb2.FleetView) -> str:
     routable = f"{sum(engine.routable for engine in view.engines)} of {len(view.engines)} engines routable"
     recovering = ["recovering"] if view.recovering else []
     return ", ".join([*recovering, f"run {view.run_id}", f"term {view.coordinator_term}", *served, routable])
-
-
-def _publish(path: Path, address: str) -> None:
-    """Atomically: a reader finds the whole address or no file."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(address)
-    scratch.rename(path)
 
 
 def _fleet_settings(settings: CoordinatorSettings) -> FleetSettings:

@@ -3,8 +3,8 @@
 `FleetCore.handle(event, now)` takes what happened and returns what to do, in order; records to be written come before
 anything that tells of them. It does no I/O, and knows no clock and no randomness: ids come in with the events.
 
-The state is a `Book`; each kind of decision has a module: `fleet_engines`, `fleet_leases`, `fleet_updates`,
-`fleet_catch_up`, `fleet_keeps`, `fleet_recovery`.
+The state is a `Book`; each kind of decision has a module: `fleet_engines`, `fleet_leases`, `fleet_begins`,
+`fleet_updates`, `fleet_catch_up`, `fleet_keeps`, `fleet_recovery`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from controlplane.core import fleet_catch_up, fleet_engines, fleet_keeps, fleet_leases, fleet_recovery, fleet_updates
+from controlplane.core import (
+    fleet_begins,
+    fleet_catch_up,
+    fleet_engines,
+    fleet_keeps,
+    fleet_leases,
+    fleet_recovery,
+    fleet_updates,
+)
 from controlplane.core.fleet_book import Book, FleetSettings
 from controlplane.core.fleet_events import (
     AbortRequested,
@@ -101,8 +109,8 @@ _HANDLERS: Mapping[type, Callable[[Book, Any, float], list[Effect]]] = {
     TrainerConnected: fleet_leases.connected,
     TrainerReported: fleet_leases.reported,
     SessionEnded: _session_ended,
-    UpdateRequested: fleet_updates.requested,
-    RollbackRequested: fleet_updates.rollback,
+    UpdateRequested: fleet_begins.requested,
+    RollbackRequested: fleet_begins.rollback,
     AbortRequested: fleet_updates.abort,
     CheckpointPublished: fleet_catch_up.published,
     CheckpointRetired: fleet_catch_up.retired,

@@ -7,6 +7,7 @@ could give it twice; so nothing is given until the newer ledger is put back, or 
 from __future__ import annotations
 
 from controlplane.core import errors as e
+from controlplane.core.fleet_begins import restored
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_events import (
     BroadcastState,
@@ -19,7 +20,6 @@ from controlplane.core.fleet_events import (
     ViewChanged,
 )
 from controlplane.core.fleet_records import FloorRaised, Recovered, TermGiven, TrainerRecord
-from controlplane.core.fleet_updates import restored
 from controlplane.core.versions import NO_TERM, Term
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import structlog
 
 from controlplane.core.errors import LedgerError
+from controlplane.whole_files import sync_directory, write_whole
 
 log = structlog.get_logger(__name__)
 
@@ -184,7 +185,7 @@ class Memory:
             return
         try:
             self._lent_path.unlink(missing_ok=True)
-            _sync_directory(self._lent_path.parent)
+            sync_directory(self._lent_path.parent)
         except OSError as error:
             raise LedgerError(path=str(self._lent_path), cause=error.strerror or str(error)) from error
 
@@ -194,13 +195,7 @@ class Memory:
     def _put(self, path: Path, text: str) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(".tmp")
-            with scratch.open("w") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            scratch.rename(path)
-            _sync_directory(path.parent)
+            write_whole(path, text, durable=True)
         except OSError as error:
             raise LedgerError(path=str(path), cause=error.strerror or str(error)) from error
 
@@ -217,13 +212,5 @@ def _overwrite(path: Path, line: bytes) -> bool:
         os.pwrite(descriptor, line, 0)
         os.fdatasync(descriptor)
         return True
-    finally:
-        os.close(descriptor)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -18,6 +18,7 @@ import psutil
 import structlog
 
 from controlplane.processes import start_time
+from controlplane.whole_files import write_whole
 from engine_agent.vllm.processes import SEGMENT_PREFIXES, mapped, own_segments
 
 log = structlog.get_logger(__name__)
@@ -40,9 +41,7 @@ class Leftovers:
         text = json.dumps(note, sort_keys=True)
         if text != self._noted:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = self._path.with_suffix(".tmp")
-            scratch.write_text(text)
-            scratch.rename(self._path)
+            write_whole(self._path, text)
             self._noted = text
 
     def clear(self) -> None:

@@ -9,7 +9,8 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Progress, Residency, Stage
-from controlplane.core.fleet_updates import MISSES_BEFORE_AWAITED, PATIENCE_AFTER_WAITING
+from controlplane.core.fleet_begins import MISSES_BEFORE_AWAITED
+from controlplane.core.fleet_updates import PATIENCE_AFTER_WAITING
 from controlplane.core.update_policy import Mode, UpdatePolicy
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId
