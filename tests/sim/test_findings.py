@@ -35,16 +35,8 @@ from controlplane.core.versions import (
     WeightVersion,
 )
 from controlplane.ledger import MemoryLedger
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
-
-
-def two() -> tuple[Fleet, dict[str, int]]:
-    """Two engines and a trainer that holds term 1."""
-    f = Fleet()
-    engines = {name: f.engine(name) for name in ("e0", "e1")}
-    f.trainer()
-    return f, engines
 
 
 def hello(state: EngineState) -> fe.EngineConnected:
@@ -53,7 +45,7 @@ def hello(state: EngineState) -> fe.EngineConnected:
 
 
 def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -81,7 +73,7 @@ def test_a_restart_aborts_an_update_without_go_also_when_every_engine_says_that_
 
 
 def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry_a_commit() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -95,7 +87,7 @@ def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry
 
 
 def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -106,7 +98,7 @@ def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
 
 
 def test_inv9_an_engine_that_applied_and_is_poisoned_since_does_not_carry_a_commit() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -140,7 +132,7 @@ def test_a_refused_chunk_leaves_the_account_as_it_was() -> None:
 
 
 def test_a_repeated_begin_gets_the_same_answer_also_when_its_update_is_decided() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     first = f.push("u1", engines)
     again = f.handle(fe.UpdateRequested(UpdateId("u2"), "u1", RUN, POLICY, Term(1), 1, None))
     assert [x.update for x in again if isinstance(x, fe.UpdatePlanned)] == [first]
@@ -173,7 +165,7 @@ def test_l2_a_second_hello_of_the_same_life_does_not_tell_it_that_it_is_another(
 
 def test_inv9_an_engine_that_applied_is_poisoned_and_met_another_update_since_does_not_carry_a_commit() -> None:
     """The coordinator did not hear it in between: its last word speaks of that other update."""
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -303,7 +295,7 @@ def test_inv7_a_rollback_does_not_go_to_devices_that_a_trainer_holds() -> None:
 
 
 def test_what_a_rollback_brought_back_is_carried_from_the_checkpoint_that_it_lay_in() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     first = f.push("u1", engines)
     f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
     f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
@@ -322,7 +314,7 @@ def test_what_a_rollback_brought_back_is_carried_from_the_checkpoint_that_it_lay
 
 def test_a_rollback_does_not_wait_for_an_engine_that_refused_it() -> None:
     """It will not report what it never took; and nobody can push meanwhile."""
-    f, engines = two()
+    f, engines = two_engines()
     first = f.push("u1", engines)
     f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
     f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
@@ -439,7 +431,7 @@ def test_who_falls_silent_is_not_waited_for_with_a_judgement() -> None:
 
 def test_a_holder_is_what_its_last_report_says() -> None:
     """The frame of the findings above: a healthy engine does carry a commit."""
-    f, engines = two()
+    f, engines = two_engines()
     update = f.push("u1", engines)
     assert update.phase is Phase.COMMITTED
     assert all(r.state.weights == Held(update.version, b"d") for r in f.core.engines.values())

@@ -9,8 +9,8 @@ from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Stage
 from controlplane.core.update_transaction import Phase, UpdatePolicy
 from controlplane.core.versions import EngineId, UpdateId
+from tests.support.fleet_core import POLICY, RUN, Fleet
 from tests.unit.test_fleet_catch_up import served
-from tests.unit.test_fleet_core import POLICY, RUN, Fleet
 
 DRAINS = frozenset({Hold(HoldKind.DRAINING, "ann")})
 

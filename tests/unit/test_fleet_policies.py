@@ -12,7 +12,7 @@ from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Progr
 from controlplane.core.fleet_updates import MISSES_BEFORE_AWAITED, PATIENCE_AFTER_WAITING
 from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy, UpdateTransaction
 from controlplane.core.versions import EngineId
-from tests.unit.test_fleet_core import POLICY, Fleet
+from tests.support.fleet_core import POLICY, Fleet
 
 
 def stage_all(f: Fleet, engines: dict[str, int], update: UpdateTransaction, *stages: Stage) -> None:

@@ -21,7 +21,7 @@ from controlplane.core.versions import (
     Term,
     UpdateId,
 )
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 
 DIGEST = b"c" * 32
 
