@@ -11,19 +11,16 @@ import pytest
 
 from controlplane.core.errors import CanaryFailed, DeadlineExceeded, EngineDied, InstallFailed, InstallTimedOut
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from tests.cases.engines import Hands, lay_hands
-from tests.cases.fleet import CaseFleet, Notes, case_fleet, number_of, refusals
+from tests.cases.cargo import refusals
+from tests.cases.engines import Hands
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import tokens_of
+from tests.cases.sessions import Notes, number_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, operator_pb2_grpc
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

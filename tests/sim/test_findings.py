@@ -1,8 +1,7 @@
-"""What the simulator found in the cores, each at its smallest."""
+"""What the simulator found in the cores about updates, sessions and units, each at its smallest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,10 +10,8 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
-from controlplane.core.canary import Canary
-from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Residency, Stage, Timings, Unset
+from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage, Timings, Unset
 from controlplane.core.fleet_records import (
-    CheckpointKept,
     EngineAsked,
     EngineKnown,
     TermGiven,
@@ -22,7 +19,7 @@ from controlplane.core.fleet_records import (
     UpdateDecided,
 )
 from controlplane.core.plan import EnginePlace, RankPlace
-from controlplane.core.update_transaction import Phase, UpdatePolicy, UpdateTransaction
+from controlplane.core.update_transaction import Phase, UpdatePolicy
 from controlplane.core.versions import (
     DeviceUuid,
     EngineId,
@@ -35,13 +32,9 @@ from controlplane.core.versions import (
     WeightVersion,
 )
 from controlplane.ledger import MemoryLedger
+from tests.sim.scenes import five, hello, kept
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
-
-
-def hello(state: EngineState) -> fe.EngineConnected:
-    place = EnginePlace(state.engine_id, state.incarnation, f"{state.engine_id}:1", "host", (DeviceUuid("d"),))
-    return fe.EngineConnected(999, place, state, False, (), Term(1), Term(1))
 
 
 def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:
@@ -176,54 +169,6 @@ def test_inv9_an_engine_that_applied_is_poisoned_and_met_another_update_since_do
     assert (update.phase, f.served) == (Phase.FAILED, ())
 
 
-def asleep() -> Agent:
-    """An engine that serves version 1 and was put to sleep by ann."""
-    agent = Agent()
-    agent.core.capabilities = frozenset({"sleep"})
-    agent.apply(1)
-    agent.welcome(1, version(1))
-    agent.handle(ee.SleepRequested("ann", 1))
-    return agent
-
-
-def test_a_sleep_that_comes_while_a_wake_is_under_way_is_carried_out() -> None:
-    """Else it would say that it sleeps, and have the devices for ever."""
-    agent = asleep()
-    agent.handle(ee.WakeRequested("ann", kv=True))
-    assert ee.StartSleep(1) in agent.handle(ee.SleepRequested("ann", 1))
-
-
-def test_the_end_of_a_wake_that_a_sleep_followed_is_not_the_end_of_the_next_wake() -> None:
-    agent = asleep()
-    agent.handle(ee.WakeRequested("ann", kv=True))
-    agent.handle(ee.SleepRequested("ann", 1))
-    agent.handle(ee.WakeRequested("ann", kv=True))
-    agent.handle(ee.Woke(kv=True))
-    assert agent.core.state.residency is Residency.ASLEEP
-    agent.handle(ee.Woke(kv=True))
-    assert agent.core.gate_open
-
-
-def test_a_wake_in_two_steps_that_are_asked_for_at_once_ends_awake() -> None:
-    agent = asleep()
-    for kv in (False, True):
-        agent.handle(ee.WakeRequested("ann", kv=kv))
-    for kv in (False, True):
-        agent.handle(ee.Woke(kv=kv))
-    assert agent.core.gate_open
-
-
-def test_two_owners_of_a_sleep_do_not_keep_each_other_from_ending_it() -> None:
-    agent = asleep()
-    agent.handle(ee.SleepRequested("bob", 1))
-    assert not [x for x in agent.handle(ee.WakeRequested("ann", kv=True)) if isinstance(x, ee.StartWake)]
-    with pytest.raises(e.DevicesTaken):  # her word ended her own hold; his stays
-        agent.handle(ee.WakeRequested("ann", kv=True))
-    assert ee.StartWake(kv=True) in agent.handle(ee.WakeRequested("bob", kv=True))
-    agent.handle(ee.Woke(kv=True))
-    assert agent.core.gate_open
-
-
 def test_spans_that_disagree_in_mid_install_do_not_end_the_agents_life() -> None:
     """A full update heals, also one that was installing already."""
     agent = Agent()
@@ -234,95 +179,6 @@ def test_spans_that_disagree_in_mid_install_do_not_end_the_agents_life() -> None
     assert agent.applied is None
     agent.handle(ee.CanaryPassed(Timings()))
     assert agent.applied == version(1)
-
-
-RANKS = (RankPlace(Rank(0), "host", DeviceUuid("dev-e0")),)
-"""A trainer on e0's device."""
-
-
-def lent() -> tuple[Fleet, UpdateTransaction, int]:
-    """A version with a checkpoint, and a trainer that holds e0's devices; e0 starts anew on them."""
-    f = Fleet()
-    engines = {name: f.engine(name) for name in ("e0", "e1")}
-    trainer = f.trainer(ranks=RANKS)
-    update = f.push("u1", engines)
-    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(update)))
-    f.handle(fe.TrainerReported(trainer, Term(1), 1, "train", 1, holds_devices=True))
-    f.effects.clear()
-    f.engine("e0", incarnation="i2")
-    return f, update, trainer
-
-
-def kept(update: UpdateTransaction) -> CheckpointKept:
-    return CheckpointKept(POLICY, update.version, "policy-1", b"l" * 32, b"d", 2, 1, 28)
-
-
-def carried(f: Fleet) -> list[str]:
-    return [x.carry.engine.engine_id for x in f.effects if isinstance(x, fe.StartCarry)]
-
-
-def test_inv7_a_restarted_coordinator_does_not_take_devices_for_free_before_their_holder_spoke() -> None:
-    f, update, _ = lent()
-    again = Fleet(f.ledger)
-    again.now = f.now
-    held = replace(f.states["e1"], weights=Held(update.version, b"d"))
-    again.engine("e0", incarnation="i2")
-    again.handle(hello(held))
-    trainer = again.trainer(held=1, ranks=RANKS)
-    again.handle(fe.Tick())
-    assert carried(again) == []
-    again.handle(fe.TrainerReported(trainer, Term(1), 1, "train", 2, holds_devices=False))
-    again.handle(fe.Tick())
-    assert carried(again) == ["e0"]
-
-
-def test_a_restarted_coordinator_heals_once_the_lease_of_a_silent_trainer_ran_out() -> None:
-    f, update, _ = lent()
-    again = Fleet(f.ledger)
-    again.engine("e0", incarnation="i2")
-    again.handle(hello(replace(f.states["e1"], weights=Held(update.version, b"d"))))
-    again.now = TTL - 1
-    again.engine("e0", incarnation="i2")
-    assert carried(again) == []
-    again.pass_time(2)
-    assert carried(again) == ["e0"]
-
-
-def test_inv7_a_rollback_does_not_go_to_devices_that_a_trainer_holds() -> None:
-    f, update, _ = lent()
-    f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, update.version.number))
-    assert carried(f) == ["e1"]
-
-
-def test_what_a_rollback_brought_back_is_carried_from_the_checkpoint_that_it_lay_in() -> None:
-    f, engines = two_engines()
-    first = f.push("u1", engines)
-    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
-    f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
-    rollback = f.core.updates[UpdateId("r")]
-    for stage in (Stage.READY, Stage.INSTALLING, Stage.APPLIED):
-        for name, session in engines.items():
-            f.stage(session, name, rollback, stage)
-    for name in engines:
-        f.handle(fe.CarryEnded(UpdateId("r"), f.states[name].engine_id, None))
-    assert (rollback.phase, f.served) == (Phase.COMMITTED, (rollback.version,))
-    f.effects.clear()
-    f.engine("e0", incarnation="i2")
-    carries = [x.carry for x in f.effects if isinstance(x, fe.StartCarry)]
-    assert [(c.version, c.checkpoint.name) for c in carries] == [(rollback.version, "policy-1")]
-
-
-def test_a_rollback_does_not_wait_for_an_engine_that_refused_it() -> None:
-    """It will not report what it never took; and nobody can push meanwhile."""
-    f, engines = two_engines()
-    first = f.push("u1", engines)
-    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
-    f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
-    rollback = f.core.updates[UpdateId("r")]
-    refused = e.EngineAsleep(engine_id="e1", missing="the KV cache is")
-    f.handle(fe.CarryEnded(UpdateId("r"), EngineId("e1"), refused))
-    assert rollback.phase is Phase.FAILED
-    assert "KV cache" in rollback.cause
 
 
 def test_a_group_is_not_asked_of_a_model_whose_engines_are_not_in_it() -> None:
@@ -372,32 +228,6 @@ def test_inv10_a_keep_that_was_made_before_its_engine_came_does_not_part_a_unit(
     assert sorted(second.outcomes) == ["d", "p"]
     assert f.served == (second.version,)
     assert all(f.core.served_to(session, POLICY) == (second.version,) for session in engines.values())
-
-
-# ---- found with engines that say something else ----
-
-
-def five(*wrong: str) -> tuple[Fleet, UpdateTransaction, Callable[[str], object]]:
-    """Equal engines in an update that went go, and how one applies it; the wrong ones say something else."""
-    f = Fleet()
-    sessions = {}
-    for name in (f"e{i}" for i in range(5)):
-        f.engine(name)
-        f.sessions += 1
-        sessions[name] = f.sessions
-        event = replace(hello(f.states[name]), session=f.sessions)
-        f.handle(replace(event, place=replace(event.place, likeness="alike"), max_term=Term(0)))
-    f.trainer()
-    update = f.begin("u1")
-    for name, session in sessions.items():
-        f.stage(session, name, update, Stage.READY)
-
-    def applies(name: str) -> object:
-        canary = Canary((-2.0,) if name in wrong else (-1.0,))
-        f.states[name] = replace(f.states[name], canary=canary)
-        return f.stage(sessions[name], name, update, Stage.APPLIED)
-
-    return f, update, applies
 
 
 def test_the_majority_of_those_that_spoke_first_is_no_majority() -> None:
