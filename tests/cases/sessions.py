@@ -13,10 +13,7 @@ import grpc
 from controlplane.core.errors import WeightplaneError
 from controlplane.rpc.errors import from_rpc_error
 from tests.cases.samples import WITHIN
-from weightplane.v1 import (
-    engine_pb2,
-    fleet_pb2,
-)
+from weightplane.v1 import engine_pb2, fleet_pb2
 
 T = TypeVar("T")
 

@@ -9,18 +9,12 @@ from controlplane.core import engine_events as ee
 from controlplane.core import fleet_events as fe
 from controlplane.core.canary import Canary
 from controlplane.core.engine_state import EngineState, Stage
-from controlplane.core.fleet_records import (
-    CheckpointKept,
-)
+from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import UpdateTransaction
-from controlplane.core.versions import (
-    DeviceUuid,
-    Rank,
-    Term,
-)
+from controlplane.core.versions import DeviceUuid, Rank, Term
+from tests.support.engine_core import Agent, version
 from tests.support.fleet_core import POLICY, RUN, Fleet
-from tests.unit.test_engine_core import Agent, version
 
 
 def hello(state: EngineState) -> fe.EngineConnected:

@@ -11,13 +11,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage, Timings, Unset
-from controlplane.core.fleet_records import (
-    EngineAsked,
-    EngineKnown,
-    TermGiven,
-    UpdateBegan,
-    UpdateDecided,
-)
+from controlplane.core.fleet_records import EngineAsked, EngineKnown, TermGiven, UpdateBegan, UpdateDecided
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import Phase, UpdatePolicy
 from controlplane.core.versions import (
@@ -33,8 +27,8 @@ from controlplane.core.versions import (
 )
 from controlplane.ledger import MemoryLedger
 from tests.sim.scenes import five, hello, kept
+from tests.support.engine_core import LAYOUT, Agent, checksums, version
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
-from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
 
 
 def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:

@@ -11,11 +11,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Held, Residency, Stage
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import (
-    EngineId,
-    Term,
-    UpdateId,
-)
+from controlplane.core.versions import EngineId, Term, UpdateId
 from tests.sim.scenes import RANKS, asleep, hello, kept, lent
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 

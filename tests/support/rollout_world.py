@@ -10,16 +10,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
 from controlplane.rpc.server import RunningServer
-from tests.support.fake_fleet import (
-    FakeEngine,
-    Script,
-    finish,
-    new_fleet,
-    says,
-    serve_engine,
-    serve_fleet,
-    tokens,
-)
+from tests.support.fake_fleet import FakeEngine, Script, finish, new_fleet, says, serve_engine, serve_fleet, tokens
 
 PROMPT = [1, 2, 3]
 SAMPLING = SamplingSettings(max_tokens=8)

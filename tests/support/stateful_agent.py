@@ -12,13 +12,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP, EngineCore
 from controlplane.core.engine_state import EngineState
 from controlplane.core.layout import DType, Expected, Layout, TensorSpec, content_digest
-from controlplane.core.versions import (
-    EngineId,
-    Incarnation,
-    ModelName,
-    RunId,
-    Term,
-)
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term
 
 RUN, POLICY = RunId("run"), ModelName("policy")
 LAYOUT = Layout((TensorSpec("w", DType.F32, (4,)),))

@@ -9,9 +9,7 @@ from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Hold, HoldKind, Residency
-from controlplane.core.versions import (
-    Term,
-)
+from controlplane.core.versions import Term
 from tests.support.stateful_agent import NAMES
 from tests.support.stateful_fleet import CarriedFleet
 

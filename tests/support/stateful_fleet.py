@@ -13,14 +13,7 @@ from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.fleet_records import UpdateBegan
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import (
-    DeviceUuid,
-    Incarnation,
-    Rank,
-    Term,
-    TrainerId,
-    UpdateId,
-)
+from controlplane.core.versions import DeviceUuid, Incarnation, Rank, Term, TrainerId, UpdateId
 from controlplane.ledger import MemoryLedger
 from tests.support.stateful_agent import DEVICES, NAMES, POLICY, RUN, TTL, Agent, digest_of
 

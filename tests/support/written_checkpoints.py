@@ -8,11 +8,7 @@ from typing import Any
 
 import xxhash
 
-from controlplane.checkpoints import (
-    CheckpointManifest,
-    open_files,
-    write_checkpoint,
-)
+from controlplane.checkpoints import CheckpointManifest, open_files, write_checkpoint
 from controlplane.core.layout import DType, Layout, Target, TargetKind, TensorSpec, Tie, content_digest
 from controlplane.core.versions import ModelName, RunId, Term, WeightVersion
 

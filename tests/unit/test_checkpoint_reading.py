@@ -15,13 +15,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from controlplane.checkpoints import (
-    MANIFEST_NAME,
-    CheckpointWriter,
-    open_files,
-    read_manifest,
-    reading,
-)
+from controlplane.checkpoints import MANIFEST_NAME, CheckpointWriter, open_files, read_manifest, reading
 from controlplane.core.errors import CheckpointUnreadable
 from controlplane.core.layout import DType, TensorSpec
 from controlplane.tensor_files import StoredTensor, header_of, read_file

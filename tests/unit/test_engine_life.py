@@ -12,10 +12,7 @@ import pytest
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary
 from controlplane.core.engine_state import Held, HoldKind, Poisoned, Unset
-from controlplane.core.errors import (
-    DeadlineExceeded,
-    InstallFailed,
-)
+from controlplane.core.errors import DeadlineExceeded, InstallFailed
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN, Term, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE

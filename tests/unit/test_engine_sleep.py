@@ -11,13 +11,7 @@ import pytest
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary
 from controlplane.core.engine_state import Hold, HoldKind, Poisoned, Residency, Unset
-from controlplane.core.errors import (
-    CanaryFailed,
-    DevicesTaken,
-    EngineDied,
-    EngineNotReady,
-    UpdateInProgress,
-)
+from controlplane.core.errors import CanaryFailed, DevicesTaken, EngineDied, EngineNotReady, UpdateInProgress
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.memory.engine import MemoryEngine, MemorySettings

@@ -9,23 +9,10 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Progress, Stage, Unset
-from controlplane.core.fleet_records import (
-    UpdateBegan,
-    UpdateDecided,
-    UpdateWentGo,
-)
+from controlplane.core.fleet_records import UpdateBegan, UpdateDecided, UpdateWentGo
 from controlplane.core.plan import RankPlace
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import (
-    DeviceUuid,
-    EngineId,
-    Incarnation,
-    Rank,
-    RunId,
-    Term,
-    UpdateId,
-    WeightVersion,
-)
+from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, RunId, Term, UpdateId, WeightVersion
 from tests.support.fleet_core import POLICY, TTL, Fleet, two_engines
 
 

@@ -8,9 +8,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Stage
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import (
-    Term,
-)
+from controlplane.core.versions import Term
 from tests.support.fleet_core import POLICY, TTL, two_engines
 
 

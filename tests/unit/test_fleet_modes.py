@@ -5,9 +5,7 @@ from __future__ import annotations
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Stage
 from controlplane.core.update_transaction import Mode, Phase, UpdatePolicy
-from controlplane.core.versions import (
-    EngineId,
-)
+from controlplane.core.versions import EngineId
 from tests.support.fleet_core import POLICY, TTL, Fleet
 
 

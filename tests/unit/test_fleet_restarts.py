@@ -8,25 +8,10 @@ from controlplane.core import errors as e
 from controlplane.core import fleet
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Life, Stage
-from controlplane.core.fleet_records import (
-    EngineAsked,
-    EngineKnown,
-    Recovered,
-    TermGiven,
-    UpdateBegan,
-    UpdateWentGo,
-)
+from controlplane.core.fleet_records import EngineAsked, EngineKnown, Recovered, TermGiven, UpdateBegan, UpdateWentGo
 from controlplane.core.plan import EnginePlace
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import (
-    DeviceUuid,
-    EngineId,
-    Incarnation,
-    Term,
-    TrainerId,
-    UpdateId,
-    WeightVersion,
-)
+from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Term, TrainerId, UpdateId, WeightVersion
 from controlplane.ledger import MemoryLedger
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 

@@ -13,16 +13,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId
 from controlplane.rollout.sample import Delta, Sample, Span
 from tests.support.eventually import eventually
-from tests.support.fake_fleet import (
-    FakeEngine,
-    Script,
-    finish,
-    hangs,
-    refuses,
-    says,
-    tokens,
-    version,
-)
+from tests.support.fake_fleet import FakeEngine, Script, finish, hangs, refuses, says, tokens, version
 from tests.support.rollout_world import GOOD, NOT_READY, PROMPT, SAMPLING, World
 
 

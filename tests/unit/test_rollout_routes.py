@@ -14,14 +14,7 @@ from structlog.testing import capture_logs
 from controlplane.core import errors as e
 from controlplane.rollout.sample import Span
 from tests.support.eventually import eventually
-from tests.support.fake_fleet import (
-    finish,
-    hangs,
-    says,
-    serve_fleet,
-    tokens,
-    version,
-)
+from tests.support.fake_fleet import finish, hangs, says, serve_fleet, tokens, version
 from tests.support.rollout_world import GOOD, World
 from tests.support.slow_link import carry
 

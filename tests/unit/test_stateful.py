@@ -16,10 +16,7 @@ from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_records import CheckpointKept
-from controlplane.core.versions import (
-    Term,
-    UpdateId,
-)
+from controlplane.core.versions import Term, UpdateId
 from tests.support.stateful_agent import DROPPED, LAYOUT, MIXTURE, POLICY, RUN
 from tests.support.stateful_updates import UpdatedFleet
 

@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.core.errors import (
-    EngineDied,
-    UnsupportedByEngine,
-)
+from controlplane.core.errors import EngineDied, UnsupportedByEngine
 from engine_agent.external.engine import ExternalEngine, ExternalSettings
 from tests.support.external_engine import STATE, put
 from tests.support.ports import free_port

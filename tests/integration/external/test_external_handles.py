@@ -11,11 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from controlplane.core.errors import (
-    EngineDied,
-    InstallFailed,
-    IpcNotPossible,
-)
+from controlplane.core.errors import EngineDied, InstallFailed, IpcNotPossible
 from engine_agent.external.engine import ExternalEngine
 from engine_agent.external.ipc import TensorHandle
 from tests.support.external_engine import FINISH, STATE, put

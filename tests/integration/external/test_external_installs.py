@@ -8,11 +8,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.core.errors import (
-    EngineDied,
-    InstallFailed,
-    InstallTimedOut,
-)
+from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
 from tests.support.eventually import eventually
 from tests.support.external_engine import FINISH, consume, put
 from tests.support.recording_server import RecordingServer

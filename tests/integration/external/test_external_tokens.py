@@ -8,13 +8,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.core.errors import (
-    CanaryFailed,
-    DeadlineExceeded,
-    EngineDied,
-    InvalidRequest,
-    RequestAborted,
-)
+from controlplane.core.errors import CanaryFailed, DeadlineExceeded, EngineDied, InvalidRequest, RequestAborted
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.vllm.canary import DECODED_TOKENS, PROMPT_TOKENS
