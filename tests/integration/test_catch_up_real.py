@@ -13,7 +13,7 @@ import pytest
 import xxhash
 
 from controlplane.checkpoints import CheckpointManifest, write_checkpoint
-from controlplane.core.layout import DType, content_digest
+from controlplane.core.layout import DType, Layout, content_digest
 from controlplane.core.versions import ModelName, RunId, Term, WeightVersion
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.errors import from_rpc_error
@@ -27,7 +27,7 @@ from tests.support.checkpoint_fleet import (
     routable,
     start_engine,
 )
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, LocalFleet, Stream
 from tests.support.reference import Reference
 from tests.support.staging import layout_of
@@ -86,33 +86,41 @@ async def generate(fleet: LocalFleet, engine_id: str, count: int) -> tuple[list[
     return tokens, [(s.version.number, s.start, s.end) for s in finish.spans]
 
 
-async def push(fleet: LocalFleet, state: Mapping[str, Any]) -> CheckpointManifest:
-    """A trainer that writes a checkpoint first and has every engine read it; then it is committed, and published."""
-    layout = layout_of(state)
-    digest = content_digest([xxhash.xxh3_64_digest(bytes_of(t)) for t in state.values()])
-    begun = await fleet.fleet.BeginUpdate(
-        fleet_pb2.BeginUpdateRequest(
-            run_id=RUN,
-            model="policy",
-            term=fleet.term,
-            request_id=uuid.uuid4().hex,
-            layout_digest=layout.digest,
-            byte_count=layout.byte_count,
-        ),
-        timeout=5,
+async def begin(fleet: LocalFleet, layout: Layout) -> fleet_pb2.BeginUpdateResponse:
+    request = fleet_pb2.BeginUpdateRequest(
+        run_id=RUN,
+        model="policy",
+        term=fleet.term,
+        request_id=uuid.uuid4().hex,
+        layout_digest=layout.digest,
+        byte_count=layout.byte_count,
     )
-    manifest = write_checkpoint(
-        checkpoint_root(fleet),
+    response: fleet_pb2.BeginUpdateResponse = await fleet.fleet.BeginUpdate(request, timeout=PATIENCE_SECONDS)
+    return response
+
+
+def written(
+    root: Path, version: version_pb2.WeightVersion, layout: Layout, state: Mapping[str, Any]
+) -> CheckpointManifest:
+    return write_checkpoint(
+        root,
         NAME,
         run_id=RunId(RUN),
         model=ModelName("policy"),
-        version=WeightVersion(begun.version.number, Term(begun.version.term)),
+        version=WeightVersion(version.number, Term(version.term)),
         step=None,
         layout=layout,
-        content_digest=digest,
+        content_digest=content_digest([xxhash.xxh3_64_digest(bytes_of(t)) for t in state.values()]),
         tensors=((name, bytes_of(t)) for name, t in state.items()),
         shard_bytes=200_000,
     )
+
+
+async def push(fleet: LocalFleet, state: Mapping[str, Any]) -> CheckpointManifest:
+    """A trainer that writes a checkpoint first and has every engine read it; then it is committed, and published."""
+    layout = layout_of(state)
+    begun = await begin(fleet, layout)
+    manifest = written(checkpoint_root(fleet), begun.version, layout, state)
     head = weight_update_pb2.Manifest(
         layout_digest=layout.digest, tensor_count=len(layout.tensors), byte_count=layout.byte_count
     )
@@ -131,7 +139,7 @@ async def push(fleet: LocalFleet, state: Mapping[str, Any]) -> CheckpointManifes
         version=begun.version,
         chunk_count=len(manifest.files),
         byte_count=layout.byte_count,
-        content_digest=digest,
+        content_digest=manifest.content_digest,
     )
     await stream.send(commit=commit)
     assert (await fleet.decided(begun.update_id)).phase == fleet_pb2.UPDATE_PHASE_COMMITTED

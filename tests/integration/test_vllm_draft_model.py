@@ -62,6 +62,18 @@ async def speak(engine: VllmEngine, name: str) -> tuple[list[int], Any, int]:
     return tokens, spans, steps
 
 
+def with_draft(model: Path, draft: Path) -> VllmSettings:
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": PROPOSED}
+    return VllmSettings(
+        model,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=8,
+        kv_cache_memory_bytes=32 << 20,
+        vllm_arguments={"speculative_config": speculative},
+    )
+
+
 async def test_model_and_draft_are_updated_together_and_a_failure_in_the_draft_is_healed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,17 +82,7 @@ async def test_model_and_draft_are_updated_together_and_a_failure_in_the_draft_i
     model, draft = (make_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "draft")))
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     state, reference = load_file(model / "model.safetensors"), Reference(model)
-    settings = VllmSettings(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        vllm_arguments={
-            "speculative_config": {"method": "draft_model", "model": str(draft), "num_speculative_tokens": PROPOSED}
-        },
-    )
-    engine = VllmEngine(settings, "engine-0")
+    engine = VllmEngine(with_draft(model, draft), "engine-0")
     try:
         facts = await engine.start()
         assert DRAFT in facts.capabilities
