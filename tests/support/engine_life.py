@@ -13,12 +13,14 @@ from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
 from engine_agent.life.engine_life import EngineLife
+from engine_agent.life.installing import Applied
 from engine_agent.life.remembered import Memory
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
 from engine_agent.receivers.staging import Staging
-from tests.support.eventually import eventually
+from tests.cases.engines import Hand, HandledEngine
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 
 LAYOUT = Layout((TensorSpec("w", DType.F32, (4,)),))
 CHECKSUM = hashlib.sha256(b"x").digest()[:8]
@@ -52,15 +54,19 @@ def commit(life: EngineLife, stream: int, version: WeightVersion = VERSION) -> N
     life.start_install(next(x for x in effects if isinstance(x, events.StartInstall)))
 
 
-async def serving(tmp_path: Path, **settings: float) -> tuple[EngineLife, MemoryEngine]:
-    """It holds VERSION and serves it."""
-    engine = MemoryEngine(MemorySettings(**settings), "e0")  # type: ignore[arg-type]
+async def serving(tmp_path: Path, hand: Hand | None = None) -> tuple[EngineLife, MemoryEngine]:
+    """It holds VERSION and serves it; `hand` is laid on it."""
+    engine = HandledEngine(MemorySettings(), "e0", hand or Hand())
     life = await started(tmp_path, engine)
     commit(life, 1)
-    await asyncio.wait_for(life.outcome(UPDATE), 5)
+    await outcome(life)
     life.apply(events.FleetChanged(Term(1), Term(1), frozenset({VERSION})))
     await eventually(lambda: life.open)
     return life, engine
+
+
+async def outcome(life: EngineLife, update: UpdateId = UPDATE) -> Applied:
+    return await asyncio.wait_for(life.outcome(update), PATIENCE_SECONDS)
 
 
 async def generated(life: EngineLife, max_tokens: int) -> tuple[int, str | None]:

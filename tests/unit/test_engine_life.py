@@ -11,14 +11,15 @@ import pytest
 
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary
-from controlplane.core.engine_state import Held, HoldKind, Poisoned, Unset
+from controlplane.core.engine_state import Held, HoldKind, Poisoned
 from controlplane.core.errors import DeadlineExceeded, InstallFailed
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN, Term, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
-from tests.support.engine_life import UPDATE, commit, serving, started
-from tests.support.eventually import eventually
+from tests.cases.engines import Hand
+from tests.support.engine_life import commit, outcome, serving, started
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 
 
 async def test_inv6_a_failure_is_told_also_to_who_asks_after_the_end(
@@ -30,7 +31,7 @@ async def test_inv6_a_failure_is_told_also_to_who_asks_after_the_end(
     commit(life, 1)
     for _ in range(2):
         with pytest.raises(InstallFailed):
-            await asyncio.wait_for(life.outcome(UPDATE), 5)
+            await outcome(life)
     await life.end("done")
 
 
@@ -40,12 +41,12 @@ async def test_inv6_the_same_update_installed_again_is_not_answered_from_the_fir
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     life = await started(tmp_path)
     commit(life, 1)
-    await asyncio.wait_for(life.outcome(UPDATE), 5)
+    await outcome(life)
     life.apply(events.SpansDisagreed("poisoned since"))
     (tmp_path / "worker.install").write_text("raise")
     commit(life, 2)
     with pytest.raises(InstallFailed):
-        await asyncio.wait_for(life.outcome(UPDATE), 5)
+        await outcome(life)
     await life.end("done")
 
 
@@ -60,7 +61,7 @@ async def test_inv4_any_failure_after_the_first_byte_is_poison_also_where_nothin
     life = await started(tmp_path, SlowCanary(MemorySettings(), "e0"))
     commit(life, 1)
     with pytest.raises(DeadlineExceeded):
-        await asyncio.wait_for(life.outcome(UPDATE), 5)
+        await outcome(life)
     assert isinstance(life.core.state.weights, Poisoned)
     await life.end("done")
 
@@ -71,7 +72,7 @@ async def test_an_engine_that_dies_while_nobody_asks_it_anything_is_noticed(
     monkeypatch.setattr("engine_agent.life.progress.PROBE_SECONDS", 0.01)
     life, engine = await serving(tmp_path)
     engine._death = "signal 9"
-    assert "signal 9" in await asyncio.wait_for(life.died, 5)
+    assert "signal 9" in await asyncio.wait_for(life.died, PATIENCE_SECONDS)
     await life.end("done")
 
 
@@ -79,11 +80,17 @@ async def test_inv4_an_engine_that_dies_in_an_install_is_noticed_when_the_instal
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine_agent.life.progress.PROBE_SECONDS", 0.01)
-    life, engine = await serving(tmp_path, install_seconds=0.1)
+    hand = Hand()
+    life, engine = await serving(tmp_path, hand)
+    stands = hand.hold("half")
     commit(life, 2, WeightVersion(2, Term(1)))
-    await eventually(lambda: life.core.state.weights == Unset())
+    await stands.reached.wait()
     engine._death = "signal 9"
-    await asyncio.wait_for(life.died, 5)
+    looked = life.progress.looks
+    await eventually(lambda: life.progress.looks > looked)
+    assert not life.died.done()
+    stands.go.set()
+    await asyncio.wait_for(life.died, PATIENCE_SECONDS)
     progress = life.core.state.progress
     assert progress is not None
     assert progress.stage.final
@@ -100,7 +107,7 @@ async def test_a_frozen_models_engine_serves_what_it_loaded_and_poison_ends_its_
     parts = life.requests.run("r", FROZEN, [1], SamplingSettings(max_tokens=3))
     assert [p.spans[0].version async for p in parts if p.spans] == [FROZEN]
     life.apply(events.SpansDisagreed("one token too many"))
-    assert "one token too many" in await asyncio.wait_for(life.died, 5)
+    assert "one token too many" in await asyncio.wait_for(life.died, PATIENCE_SECONDS)
     await life.end("done")
 
 

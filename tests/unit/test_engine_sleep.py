@@ -15,10 +15,10 @@ from controlplane.core.errors import CanaryFailed, DevicesTaken, EngineDied, Eng
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
-from tests.support.engine_life import VERSION, commit, generated, serving, started
-from tests.support.eventually import eventually
+from tests.cases.engines import Hand
+from tests.support.engine_life import VERSION, commit, generated, outcome, serving, started
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 
-# ---- sleep and waking ---------------------------------------------------------------------------
 ME, YOU = "me", "you"
 
 
@@ -34,12 +34,21 @@ def residency(life: EngineLife) -> Residency:
     return life.core.state.residency
 
 
+async def sample_of(life: EngineLife, hand: Hand, tokens: int) -> asyncio.Task[tuple[int, str | None]]:
+    """A request that the engine has and that does not end before `hand` lets samples run."""
+    hand.limit_samples(5)
+    sample = asyncio.create_task(generated(life, tokens))
+    await eventually(lambda: life.core.state.live_requests == 1)
+    return sample
+
+
 async def test_p2_asleep_nothing_is_on_the_device_and_awake_it_serves_on(tmp_path: Path) -> None:
-    life, engine = await serving(tmp_path, seconds_per_token=0.001)
+    hand = Hand()
+    life, engine = await serving(tmp_path, hand)
     full = engine.device_bytes
-    sample = asyncio.create_task(generated(life, 50))
-    await eventually(lambda: len(life.requests) == 1)
+    sample = await sample_of(life, hand, 50)
     await sleep(life)
+    hand.limit_samples(None)
     assert (engine.device_bytes, residency(life), life.open) == (0, Residency.ASLEEP, False)
     assert life.core.state.applied == VERSION
     await wake(life, kv=False)
@@ -47,16 +56,20 @@ async def test_p2_asleep_nothing_is_on_the_device_and_awake_it_serves_on(tmp_pat
     assert 0 < engine.device_bytes < full
     await wake(life)
     assert (engine.device_bytes, residency(life)) == (full, Residency.AWAKE)
-    assert await asyncio.wait_for(sample, 5) == (50, "length")
+    assert await asyncio.wait_for(sample, PATIENCE_SECONDS) == (50, "length")
     await life.end("done")
 
 
 async def test_p2_level_2_drops_the_version_before_the_weights(tmp_path: Path) -> None:
-    life, _ = await serving(tmp_path, sleep_seconds=0.05)
+    hand = Hand()
+    life, _ = await serving(tmp_path, hand)
+    stands = hand.hold("sleep")
     going = sleep(life, level=2)
-    await eventually(lambda: residency(life) is Residency.ASLEEP)
+    await stands.reached.wait()
+    assert residency(life) is Residency.ASLEEP
     assert not going.done()
     assert life.core.state.weights == Unset()
+    stands.go.set()
     await going
     await wake(life)
     assert (life.core.state.weights, residency(life), life.open) == (Unset(), Residency.AWAKE, False)
@@ -73,7 +86,7 @@ async def test_inv1_what_was_installed_without_a_kv_cache_serves_only_after_its_
     await wake(life, trainer, kv=False)
     newer = WeightVersion(2, Term(1))
     commit(life, 2, newer)
-    found = await asyncio.wait_for(life.outcome(UpdateId("u2")), 5)
+    found = await outcome(life, UpdateId("u2"))
     life.apply(events.FleetChanged(Term(1), Term(1), frozenset({newer})))
     assert (found.canary, life.core.state.applied, life.open) == (None, newer, False)
     assert "kv" not in engine.resident
@@ -113,11 +126,15 @@ async def test_the_weights_memory_alone_does_not_bring_back_an_engine_that_died_
 
 
 async def test_a_sleep_that_was_asked_for_while_it_woke_leaves_the_devices_free(tmp_path: Path) -> None:
-    life, engine = await serving(tmp_path, sleep_seconds=0.05)
+    hand = Hand()
+    life, engine = await serving(tmp_path, hand)
     await sleep(life)
+    stands = hand.hold("wake")
     waking = wake(life)
-    await asyncio.sleep(0.01)
+    await stands.reached.wait()
     sleeping = sleep(life, YOU)
+    await asyncio.sleep(0)  # it asked
+    stands.go.set()
     await asyncio.gather(waking, sleeping)
     assert (engine.device_bytes, residency(life)) == (0, Residency.ASLEEP)
     with pytest.raises(DevicesTaken):
@@ -128,17 +145,28 @@ async def test_a_sleep_that_was_asked_for_while_it_woke_leaves_the_devices_free(
 
 
 async def test_two_who_wake_it_at_once_both_get_what_they_asked_for(tmp_path: Path) -> None:
-    life, _ = await serving(tmp_path, sleep_seconds=0.05)
+    hand = Hand()
+    life, _ = await serving(tmp_path, hand)
     await sleep(life)
-    await asyncio.gather(wake(life, kv=False), wake(life, kv=True))
+    stands = hand.hold("wake")
+    calls = asyncio.gather(wake(life, kv=False), wake(life, kv=True))
+    await stands.reached.wait()
+    stands.go.set()
+    await calls
     assert residency(life) is Residency.AWAKE
     assert life.core.state.held_by(HoldKind.ASLEEP) is None
     await life.end("done")
 
 
 async def test_two_who_put_it_to_sleep_both_return_when_the_devices_are_free(tmp_path: Path) -> None:
-    life, engine = await serving(tmp_path, sleep_seconds=0.05)
+    hand = Hand()
+    life, engine = await serving(tmp_path, hand)
+    stands = hand.hold("sleep")
     first, second = sleep(life), sleep(life, YOU)
+    await stands.reached.wait()
+    assert not first.done()
+    assert not second.done()
+    stands.go.set()
     for call in (second, first):
         await call
         assert engine.device_bytes == 0
@@ -147,14 +175,21 @@ async def test_two_who_put_it_to_sleep_both_return_when_the_devices_are_free(tmp
 
 @pytest.mark.parametrize("when", ["before", "during"])
 async def test_a_cancelled_sleep_either_did_nothing_or_goes_to_its_end(tmp_path: Path, when: str) -> None:
-    life, engine = await serving(tmp_path, sleep_seconds=0.05)
+    hand = Hand()
+    life, engine = await serving(tmp_path, hand)
     if when == "before":  # it waits behind another's
         await sleep(life, YOU)
+        stands = hand.hold("wake")
         other = wake(life, YOU)
+        await stands.reached.wait()
+        going = sleep(life)
         await asyncio.sleep(0)
-    going = sleep(life)
-    await asyncio.sleep(0.01)
+    else:
+        stands = hand.hold("sleep")
+        going = sleep(life)
+        await stands.reached.wait()
     going.cancel()
+    stands.go.set()
     with pytest.raises(asyncio.CancelledError):
         await going
     if when == "before":
@@ -169,16 +204,19 @@ async def test_a_cancelled_sleep_either_did_nothing_or_goes_to_its_end(tmp_path:
 
 
 async def test_inv4_an_install_is_never_cut_by_sleep_and_waking_in_its_middle_opens_nothing(tmp_path: Path) -> None:
-    life, _ = await serving(tmp_path, install_seconds=0.1)
-    newer = WeightVersion(2, Term(1))
+    hand = Hand()
+    life, _ = await serving(tmp_path, hand)
+    stands, newer = hand.hold("half"), WeightVersion(2, Term(1))
     commit(life, 2, newer)
-    await eventually(lambda: life.core.state.weights == Unset())
+    await stands.reached.wait()
+    assert life.core.state.weights == Unset()
     with pytest.raises(UpdateInProgress):
         await sleep(life)
     await wake(life)
     life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, ME), present=False))
     assert (life.core.gate_open, life.open) == (False, False)
-    await asyncio.wait_for(life.outcome(UpdateId("u2")), 5)
+    stands.go.set()
+    await outcome(life, UpdateId("u2"))
     assert life.core.state.applied == newer
     await life.end("done")
 
@@ -207,13 +245,14 @@ def drain(life: EngineLife, *, present: bool = True) -> None:
 
 @pytest.mark.parametrize("served", [frozenset({VERSION}), frozenset({WeightVersion(2, Term(1))})])
 async def test_who_is_in_a_draining_engine_goes_on_to_the_end(tmp_path: Path, served: frozenset[WeightVersion]) -> None:
-    life, _ = await serving(tmp_path, seconds_per_token=0.001)
-    sample = asyncio.create_task(generated(life, 100))
-    await eventually(lambda: life.core.state.live_requests == 1)
+    hand = Hand()
+    life, _ = await serving(tmp_path, hand)
+    sample = await sample_of(life, hand, 100)
     drain(life)
     life.apply(events.FleetChanged(Term(1), Term(1), served))
     assert not life.open
-    assert await asyncio.wait_for(sample, 5) == (100, "length")
+    hand.limit_samples(None)
+    assert await asyncio.wait_for(sample, PATIENCE_SECONDS) == (100, "length")
     await eventually(lambda: life.core.state.live_requests == 0)
     drain(life, present=False)
     await eventually(lambda: life.open is (VERSION in served))
@@ -221,16 +260,17 @@ async def test_who_is_in_a_draining_engine_goes_on_to_the_end(tmp_path: Path, se
 
 
 async def test_a_draining_engine_that_is_paused_too_stands_still_and_then_goes_on(tmp_path: Path) -> None:
-    life, _ = await serving(tmp_path, seconds_per_token=0.001)
-    sample = asyncio.create_task(generated(life, 100))
-    await eventually(lambda: life.core.state.live_requests == 1)
+    hand = Hand()
+    life, _ = await serving(tmp_path, hand)
+    sample = await sample_of(life, hand, 100)
     drain(life)
     pause = Hold(HoldKind.OPERATOR, ME)
     life.apply(events.HoldChanged(pause, present=True))
     await eventually(lambda: not life.steps)
+    hand.limit_samples(None)
     await asyncio.sleep(0.05)
     assert not sample.done()
     life.apply(events.HoldChanged(pause, present=False))
-    assert await asyncio.wait_for(sample, 5) == (100, "length")
+    assert await asyncio.wait_for(sample, PATIENCE_SECONDS) == (100, "length")
     assert not life.open
     await life.end("done")
