@@ -12,6 +12,7 @@ from tests.cases.cargo import CARRIERS, TRANSPORTS, Transport, refusals, transpo
 from tests.cases.claims import committed, every_transport, holds_exactly
 from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
+from tests.cases.samples import WITHIN
 from tests.cases.sessions import number_of
 from tests.support.local_fleet import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
@@ -61,7 +62,7 @@ async def test_V1_a_checkpoint_that_is_not_there_is_refused_and_leaves_what_was_
     )
     with refusals("CHECKPOINT_UNREADABLE"):
         await stream.open()
-        async with asyncio.timeout(1.0):
+        async with asyncio.timeout(WITHIN):
             await stream.read()
     await holds_exactly(fleet, 1, weights)
 

@@ -51,7 +51,7 @@ async def test_inv_12_pushes_go_on_while_a_disk_hangs_and_what_it_writes_is_its_
         disk.set()
         keeper = trainer.agent._checkpoints
         assert keeper is not None
-        await eventually(lambda: keeper.idle, within=30)
+        await eventually(lambda: keeper.idle)
         [known] = await checkpoints(fleet)
         assert known.version.number == 1
         assert contents(root, known.name, read_manifest(root, known.name)) == pushed_contents(1)
@@ -104,8 +104,8 @@ async def test_inv_7_a_trainer_that_is_fenced_while_it_writes_publishes_nothing_
         monkeypatch.setattr(keeping, "write", fences)
         ranks = await ObedientRanks.start(trainer)
         assert [a["status"] for a in await ranks.all("push", step=1)] == ["COMMITTED"] * 2
-        await eventually(fenced.is_set, within=30)
-        await eventually(trainer.agent.refused_event.is_set, within=30)
+        await eventually(fenced.is_set)
+        await eventually(trainer.agent.refused_event.is_set)
         assert [a["reason"] for a in await ranks.all("push", step=2)] == ["STALE_TERM"] * 2
         assert [await r.code() for r in ranks.ranks] == [ExitCode.FENCED] * 2
         assert await checkpoints(fleet) == []
@@ -116,9 +116,9 @@ async def test_a_full_disk_costs_an_event_and_no_push_and_passes(tmp_path: Path)
     root = tmp_path / "checkpoints"
     async with fleet_for_toys(tmp_path) as fleet:
         trainer = await LimitedTrainer.start(fleet, Script(steps=8, pause_before_step=1.0), root)
-        await eventually(lambda: bool(trainer.said("checkpoint_published")), within=60)
+        await eventually(lambda: bool(trainer.said("checkpoint_published")))
         trainer.limit(500_000)
-        await eventually(lambda: bool(trainer.said("checkpoint_failed")), within=60)
+        await eventually(lambda: bool(trainer.said("checkpoint_failed")))
         assert len(names(root)) <= 2, "nothing half is left"
         trainer.limit(resource.RLIM_INFINITY)
         assert await trainer.code() == ExitCode.OK

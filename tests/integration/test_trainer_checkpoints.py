@@ -30,7 +30,7 @@ async def test_each_commit_lies_on_disk_as_engines_hold_it_and_older_ones_go(tmp
     ):
         ranks = await ObedientRanks.start(trainer)
         assert [await pushed_and_kept(fleet, ranks, step) for step in (1, 2, 3)] == [1, 2, 3]
-        await eventually(lambda: len(names(root)) == 2, within=30)
+        await eventually(lambda: len(names(root)) == 2)
         known = await checkpoints(fleet)
         assert [c.version.number for c in known] == [3, 2]
         assert sorted(c.name for c in known) == names(root), "older ones are deleted"
@@ -77,13 +77,13 @@ async def test_one_that_an_engine_is_held_at_stays_until_it_is_released_and_othe
         with capture_logs() as events:
             for step in (2, 3):
                 await pushed_and_kept(fleet, ranks, step)
-            await eventually(lambda: stay(1, 3), within=30)
+            await eventually(lambda: stay(1, 3))
         stays = [e["cause"] for e in events if e["event"] == "checkpoint_stays"]
         assert stays
         assert all("e1" in cause for cause in stays)
         await orders.release(held, 0.0)
         await pushed_and_kept(fleet, ranks, 4)
-        await eventually(lambda: stay(4), within=30)
+        await eventually(lambda: stay(4))
 
 
 async def test_a_later_life_of_the_trainer_retires_what_the_first_one_wrote(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ async def test_a_late_engine_holds_what_the_trainer_kept_though_no_trainer_lives
         async def serves() -> bool:
             return {e.status.engine.engine_id for e in (await fleet.view()).engines if e.routable} >= {"late"}
 
-        await eventually(serves, within=30)
+        await eventually(serves)
         statuses = [await fleet.status(e) for e in ("late", "e0")]
         assert [s.applied.number for s in statuses] == [2, 2]
         assert statuses[0].content_digest == statuses[1].content_digest
@@ -170,5 +170,5 @@ async def test_checkpoints_outlive_a_restart_of_the_coordinator(tmp_path: Path) 
         await fleet.start_coordinator()
         assert [c.version.number for c in await checkpoints(fleet)] == [1]
         assert [await pushed_and_kept(fleet, ranks, step) for step in (2, 3)] == [2, 3]
-        await eventually(lambda: len(names(root)) == 2, within=30)
+        await eventually(lambda: len(names(root)) == 2)
         assert [c.version.number for c in await checkpoints(fleet)] == [3, 2]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from controlplane.core.sampling import SamplingSettings
@@ -12,6 +14,11 @@ from tests.support.staging import stage
 STATE = {"a": torch.arange(8.0).reshape(4, 2), "b": torch.ones(3)}
 SAMPLING = SamplingSettings(max_tokens=8)
 FINISH = "/finish_weight_update"
+
+
+def shorten(engine: ExternalEngine, **limits: float) -> None:
+    """Other limits than those under which it was started, for what is never answered."""
+    engine._settings = replace(engine._settings, **limits)  # type: ignore[arg-type]
 
 
 async def put(engine: ExternalEngine, label: str) -> None:

@@ -10,6 +10,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
 from controlplane.rpc.server import RunningServer
+from tests.support.eventually import PATIENCE_SECONDS
 from tests.support.fake_fleet import FakeEngine, Script, finish, new_fleet, says, serve_engine, serve_fleet, tokens
 
 PROMPT = [1, 2, 3]
@@ -31,7 +32,7 @@ class World:
         self.server = await serve_fleet(self.fleet)
         self.stack.push_async_callback(self.server.stop)
         self.client = await self.stack.enter_async_context(
-            RolloutClient(self.server.address, **({"wait_seconds": 3.0} | options))
+            RolloutClient(self.server.address, **({"wait_seconds": PATIENCE_SECONDS} | options))
         )
 
     async def engine(self, name: str, script: Script, **fields: Any) -> FakeEngine:

@@ -45,5 +45,5 @@ async def pushed_and_kept(fleet: LocalFleet, ranks: ObedientRanks, step: int) ->
     async def known() -> bool:
         return number in [c.version.number for c in await checkpoints(fleet)]
 
-    await eventually(known, within=30)
+    await eventually(known)
     return int(number)

@@ -11,8 +11,9 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId
+from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Delta, Sample, Span
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.fake_fleet import FakeEngine, Script, finish, hangs, refuses, says, tokens, version
 from tests.support.rollout_world import GOOD, NOT_READY, PROMPT, SAMPLING, World
 
@@ -56,7 +57,7 @@ async def test_the_request_names_run_model_pin_and_sampling(world: World) -> Non
     assert request.pin.min_version.number == 1
     assert request.sampling.max_tokens == 4
     assert request.sampling.temperature == 0.0
-    assert 0 < request.wait.ToSeconds() + request.wait.nanos / 1e9 < 3
+    assert 0 < request.wait.ToSeconds() + request.wait.nanos / 1e9 < PATIENCE_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -143,13 +144,18 @@ async def test_after_the_first_token_an_error_reaches_the_caller(world: World) -
 
 
 async def test_when_every_engine_declines_all_are_tried_again_until_the_wait_is_over(world: World) -> None:
-    await world.start(wait_seconds=0.8)
+    await world.start()
     engines = [await world.engine(name, refuses(NOT_READY)) for name in "ab"]
     world.fleet.publish(*engines)
+    trying = asyncio.create_task(world.generate())
+    await eventually(lambda: all(len(engine.requests) >= 3 for engine in engines))
+    assert not trying.done()
+    trying.cancel()
 
-    with pytest.raises(e.EngineNotReady):
-        await world.generate()
-    assert all(len(engine.requests) >= 2 for engine in engines)
+    async with RolloutClient(world.server.address, wait_seconds=0.2) as impatient:
+        await eventually(lambda: impatient.routes)
+        with pytest.raises(e.EngineNotReady):
+            await impatient.generate(PROMPT, SAMPLING)
 
 
 async def test_an_engine_that_becomes_ready_ends_the_wait(world: World) -> None:
@@ -168,6 +174,7 @@ async def test_the_deadline_bounds_a_sample_that_does_not_end(world: World) -> N
     await world.start()
     engine = await world.engine("a", hangs(tokens(5)))
     world.fleet.publish(engine)
+    await eventually(lambda: world.client.routes)
 
     with pytest.raises(e.DeadlineExceeded, match="generate"):
         await world.generate(deadline_seconds=0.5)

@@ -36,8 +36,7 @@ async def attach(server: RecordingServer, model: Path) -> AsyncIterator[Any]:
     async with AsyncExitStack() as ends:
 
         async def attached(**settings: Any) -> ExternalEngine:
-            short = {"start_timeout_seconds": 5.0, "call_timeout_seconds": 5.0, "install_timeout_seconds": 5.0}
-            engine = ExternalEngine(ExternalSettings(server.url, model, **(short | settings)), "e0")
+            engine = ExternalEngine(ExternalSettings(server.url, model, **settings), "e0")
             ends.push_async_callback(engine.shutdown)
             await engine.start()
             return engine

@@ -10,10 +10,8 @@ import pytest
 
 from controlplane.core.errors import EngineDied, InstallFailed, InstallTimedOut
 from tests.support.eventually import eventually
-from tests.support.external_engine import FINISH, consume, put
+from tests.support.external_engine import FINISH, consume, put, shorten
 from tests.support.recording_server import RecordingServer
-
-pytestmark = pytest.mark.timeout(60)
 
 
 async def test_inv1_an_install_is_checked_then_put_in_then_caches_go_and_the_label_comes_last_and_is_read_back(
@@ -81,8 +79,9 @@ async def test_inv4_an_install_that_failed_in_a_worker_leaves_a_label_that_is_no
 async def test_inv4_an_install_without_an_answer_has_no_outcome_and_ends_this_life(
     server: RecordingServer, attach: Any
 ) -> None:
-    engine = await attach(install_timeout_seconds=0.5)
+    engine = await attach()
     await put(engine, "7")
+    shorten(engine, install_timeout_seconds=0.5)
     server.hold["/update_weights"] = asyncio.Event()
     with pytest.raises(InstallTimedOut):
         await put(engine, "8")

@@ -13,10 +13,8 @@ from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import GenerationDelta
 from engine_agent.vllm.canary import DECODED_TOKENS, PROMPT_TOKENS
 from tests.support.eventually import eventually
-from tests.support.external_engine import consume, put
+from tests.support.external_engine import consume, put, shorten
 from tests.support.recording_server import RecordingServer
-
-pytestmark = pytest.mark.timeout(60)
 
 
 async def test_inv11_spans_carry_this_agent_s_labels_and_another_s_equal_no_version(
@@ -61,10 +59,11 @@ async def test_inv11_standing_still_waits_until_every_token_that_the_server_hand
 
 
 async def test_a_hand_over_that_does_not_end_is_no_standing_still(server: RecordingServer, attach: Any) -> None:
-    engine = await attach(call_timeout_seconds=0.3)
+    engine = await attach()
     running = asyncio.create_task(consume(engine, "r1"))
     await eventually(lambda: "r1" in server.out)
     server.out["r1"] = 2
+    shorten(engine, call_timeout_seconds=0.3)
     with pytest.raises(DeadlineExceeded):
         await engine.quiesce()
     running.cancel()
