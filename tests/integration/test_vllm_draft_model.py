@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,15 @@ from engine_agent.engine import DRAFT
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from tests.support.reference import Reference
 from tests.support.staging import layout_of, stage
+from tests.support.tiny_engine import State, tiny_settings, trained
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
 
-State = Mapping[str, Any]
 PROMPT = [5, 6, 7, 8, 9]
 COUNT = 24
 PROPOSED = 2
 """Tokens of the draft for each of the model."""
-
-
-def trained(state: State, seed: int) -> State:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
 
 
 async def install(engine: VllmEngine, model: State, draft: State | None, label: str) -> None:
@@ -64,14 +56,7 @@ async def speak(engine: VllmEngine, name: str) -> tuple[list[int], Any, int]:
 
 def with_draft(model: Path, draft: Path) -> VllmSettings:
     speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": PROPOSED}
-    return VllmSettings(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        vllm_arguments={"speculative_config": speculative},
-    )
+    return tiny_settings(model, vllm_arguments={"speculative_config": speculative})
 
 
 async def test_model_and_draft_are_updated_together_and_a_failure_in_the_draft_is_healed(

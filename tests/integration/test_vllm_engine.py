@@ -21,21 +21,18 @@ from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.install import MIXTURE
 from tests.support.reference import Reference
 from tests.support.staging import layout_of, stage
+from tests.support.tiny_engine import State, read_state, tiny_settings, trained
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_speech import (
     LONG_PROMPT,
     PROMPT,
     TOLERANCE,
     Rig,
-    State,
     assert_speaks_as,
     generate,
     labels,
     live,
     push,
-    read_state,
-    settings_for,
-    trained,
 )
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
@@ -45,7 +42,7 @@ pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     model = make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
     failpoints = tmp_path_factory.mktemp("failpoints")
-    engine = VllmEngine(settings_for(model), "engine-0")
+    engine = VllmEngine(tiny_settings(model), "engine-0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(failpoints))
         facts = await engine.start()
@@ -77,7 +74,7 @@ async def test_an_updated_engine_equals_a_fresh_one_loaded_from_the_same_weights
     save_file(dict(state), model / "model.safetensors", metadata={"format": "pt"})
     await push(rig.engine, state)
     updated = [await generate(rig.engine, 24, prompt=p) for p in (PROMPT, LONG_PROMPT)]
-    fresh_engine = VllmEngine(settings_for(model), "engine-fresh")
+    fresh_engine = VllmEngine(tiny_settings(model), "engine-fresh")
     try:
         await fresh_engine.start()
         fresh = [await generate(fresh_engine, 24, prompt=p) for p in (PROMPT, LONG_PROMPT)]
@@ -316,7 +313,7 @@ async def test_facts_say_what_an_update_must_cover(rig: Rig) -> None:
 
 
 async def test_a_missing_model_is_an_engine_that_died_before_it_lived(tmp_path: Path) -> None:
-    engine = VllmEngine(settings_for(tmp_path / "nowhere"), "engine-none")
+    engine = VllmEngine(tiny_settings(tmp_path / "nowhere"), "engine-none")
     with pytest.raises(EngineDied, match="no such directory"):
         await engine.start()
     await engine.shutdown()

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.engine import EngineFacts
-from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.engine import VllmEngine
 from tests.support.reference import Reference
 from tests.support.staging import stage
+from tests.support.tiny_engine import State
 
-State = Mapping[str, Any]
 PROMPT = [5, 6, 7, 8, 9]
 LONG_PROMPT = [(7 * i + 3) % 250 for i in range(80)]
 TOLERANCE = 1e-4
@@ -44,25 +42,6 @@ class Sample:
     spans: tuple[tuple[str, int, int], ...] = ()
     cached: int = 0
     finish_reason: str | None = None
-
-
-def settings_for(model: Path) -> VllmSettings:
-    return VllmSettings(model=model, dtype="float32", max_model_len=256, max_num_seqs=8, kv_cache_memory_bytes=32 << 20)
-
-
-def read_state(model: Path) -> State:
-    from safetensors.torch import load_file
-
-    state: State = load_file(model / "model.safetensors")
-    return state
-
-
-def trained(state: State, seed: int) -> State:
-    """Every tensor moved a little, the tied embedding too."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
 
 
 async def push(engine: VllmEngine, state: State) -> str:
