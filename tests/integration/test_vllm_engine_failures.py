@@ -231,7 +231,9 @@ class TestTwoWorkers:
         devices = ("device-a", "device-b")
         return replace(settings, model=model, tensor_parallel_size=2, device_uuids=devices, start_timeout_seconds=120)
 
-    async def test_all_or_none_install(self, engine: VllmEngine, settings: VllmSettings, failpoint: Path) -> None:
+    async def test_both_workers_install_or_neither(
+        self, engine: VllmEngine, settings: VllmSettings, failpoint: Path
+    ) -> None:
         facts = await engine.start()
         assert (facts.world_size, facts.device_uuids) == (2, ("device-a", "device-b"))
         state = read_state(settings.model)

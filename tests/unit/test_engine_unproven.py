@@ -73,7 +73,7 @@ def test_nobodys_word_but_the_canarys_ends_it() -> None:
 
 
 @pytest.mark.parametrize("ends", [events.SleepRequested(ME, core.DROPS_WEIGHTS), events.Died("killed")])
-def test_it_goes_with_the_weights_that_it_is_about(ends: events.Event) -> None:
+def test_the_hold_goes_with_the_weights_that_it_is_about(ends: events.Event) -> None:
     agent = unproven()
     agent.handle(ends)
     assert agent.core.state.weights == Unset()

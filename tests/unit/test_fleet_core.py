@@ -16,7 +16,7 @@ from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, 
 from tests.support.fleet_core import POLICY, TTL, Fleet, two_engines
 
 
-def test_ready_go_decide() -> None:
+def test_an_update_is_ready_then_goes_then_is_decided() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
     assert update.version == WeightVersion(1, Term(1))

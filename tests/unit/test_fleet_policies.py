@@ -201,7 +201,7 @@ def test_an_engine_that_misses_update_after_update_is_waited_for() -> None:
     assert f.core.engines[EngineId("slow")].missed == 0
 
 
-def test_it_is_not_waited_for_longer_than_the_limit_and_then_not_again_soon() -> None:
+def test_a_joiner_is_not_waited_for_longer_than_the_limit_and_then_not_again_soon() -> None:
     f, engines, _ = joined()
     for i in range(MISSES_BEFORE_AWAITED):
         f.push(f"missed{i}", engines)
