@@ -6,6 +6,7 @@ import pytest
 
 from controlplane.rpc import server
 from engine_agent.daemon import agent
+from tests.cases.engines import Hands, lay_hands
 
 
 @pytest.fixture(autouse=True)
@@ -14,3 +15,9 @@ def _sudden_ends_and_quick_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     real machines; nothing here depends on their lengths."""
     monkeypatch.setattr(server, "STOP_GRACE_SECONDS", 0.0)
     monkeypatch.setattr(agent, "RESTART_WAIT_SECONDS", (0.05, 1.0))
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    """A hand on every in-memory engine, by its name."""
+    return lay_hands(monkeypatch)

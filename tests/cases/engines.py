@@ -15,7 +15,7 @@ from engine_agent.daemon import building
 from engine_agent.engine import InstallReport, LiveRequests, StagedWeights
 from engine_agent.memory.engine import MemoryEngine, MemorySettings, _Live
 
-POINTS = ("quiesce", "first_byte", "half", "canary")
+POINTS = ("quiesce", "first_byte", "half", "canary", "sleep", "wake")
 """In the order of an update: `first_byte` is before the weights are touched, `half` while they are a mixture."""
 
 
@@ -131,6 +131,14 @@ class HandledEngine(MemoryEngine):
     async def canary(self, prompt: Sequence[int] | None = None) -> Canary:
         await self._hand.at("canary")
         return await super().canary(prompt)
+
+    async def sleep(self, level: int) -> None:
+        await self._hand.at("sleep")
+        await super().sleep(level)
+
+    async def wake(self, *, kv_cache: bool) -> None:
+        await self._hand.at("wake")
+        await super().wake(kv_cache=kv_cache)
 
 
 Hands = defaultdict[str, Hand]

@@ -5,25 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from controlplane.core.errors import CanaryFailed, DeadlineExceeded, EngineDied, InstallFailed, InstallTimedOut
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from tests.cases.engines import Hands, lay_hands
-from tests.cases.fleet import CaseFleet, Notes, case_fleet, number_of, refusals
+from tests.cases.cargo import refusals
+from tests.cases.engines import Hand, Hands
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import tokens_of
+from tests.cases.sessions import Notes, number_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, operator_pb2_grpc
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture
@@ -117,6 +115,15 @@ async def test_V4_an_engine_that_cannot_be_stopped_in_time_keeps_its_old_version
 # ---- P1 -----------------------------------------------------------------------------------------
 
 
+async def _stays_shut(fleet: CaseFleet, hand: Hand, endpoint: str, after: str) -> None:
+    status = await fleet.status_at(endpoint)
+    assert (status.word, status.gate_open, number_of(status)) == ("poisoned", False, None), after
+    with refusals("ENGINE_POISONED"):
+        await fleet.sample_at(endpoint, 1, wait=0.1).end()
+    assert hand.engine is not None
+    assert (hand.engine.makes_tokens, hand.engine.tokens_of_a_mixture) == (False, 0), after
+
+
 async def test_P1_a_half_updated_engine_serves_nothing_whatever_resume_comes(fleet: CaseFleet, hands: Hands) -> None:
     old = Weights()
     await fleet.deliver(old)
@@ -126,16 +133,7 @@ async def test_P1_a_half_updated_engine_serves_nothing_whatever_resume_comes(fle
     hands["e0"].fail("half", InstallFailed("e0", "1.2", True, "a worker raised"))
     failed = await fleet.deliver_and_fail(Weights())
     routes = fleet.note_routes()
-
-    async def stays_shut(after: str) -> None:
-        status = await fleet.status_at(endpoint)
-        assert (status.word, status.gate_open, number_of(status)) == ("poisoned", False, None), after
-        with refusals("ENGINE_POISONED"):
-            await fleet.sample_at(endpoint, 1, wait=0.1).end()
-        engine = hands["e0"].engine
-        assert engine is not None
-        assert (engine.makes_tokens, engine.tokens_of_a_mixture) == (False, 0), after
-
+    stays_shut = partial(_stays_shut, fleet, hands["e0"], endpoint)
     await stays_shut("the failure")
     for owner in ("me", "trainer", "e0", failed.update_id, "poisoned"):
         await fleet.resume("e0", owner)

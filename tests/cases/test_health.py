@@ -22,7 +22,9 @@ from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import EngineFacts
 from engine_agent.life import progress
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
-from tests.cases.fleet import CaseFleet, case_fleet, number_of, refusals
+from tests.cases.cargo import refusals
+from tests.cases.fleet import CaseFleet, case_fleet
+from tests.cases.sessions import number_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, SHAPES, Weights
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc

@@ -11,7 +11,7 @@ import pytest
 from controlplane.core.errors import InstallFailed
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
-from tests.cases.engines import Hands, lay_hands
+from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT, WITHIN, LiveSample, tokens_of
 from tests.support.eventually import eventually
@@ -21,11 +21,6 @@ from weightplane.v1 import engine_pb2, fleet_pb2
 STREAMS = 16
 LENGTH = 120
 """Tokens of a sample. Its last one waits until the test says so: no sample is over before the updates are."""
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
-from tests.cases.fleet import TRANSPORTS, CaseFleet, Session, Transport, case_fleet, number_of, refusals, transport_name
+from tests.cases.cargo import TRANSPORTS, Transport, refusals, transport_name
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN, tokens_of
+from tests.cases.sessions import Session, number_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2, version_pb2

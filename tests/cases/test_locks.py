@@ -13,8 +13,10 @@ import pytest
 from controlplane.core.errors import LeaseHeld, UpdateInProgress
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rpc.errors import from_rpc_error
-from tests.cases.fleet import TRANSPORTS, CaseFleet, Trainer, Transport, case_fleet, refusals, transport_name
+from tests.cases.cargo import TRANSPORTS, Transport, refusals, transport_name
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN
+from tests.cases.sessions import Trainer
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, RUN, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2

@@ -15,8 +15,10 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, WeightVersion
 from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.engine_codec import state_to_proto
-from tests.cases.fleet import TRANSPORTS, CaseFleet, Transport, case_fleet, number_of, refusals, transport_name
+from tests.cases.cargo import TRANSPORTS, Transport, refusals, transport_name
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT
+from tests.cases.sessions import number_of
 from tests.support import local_fleet
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import FakeEngine, finish, new_fleet, says, serve_engine, serve_fleet, tokens

@@ -13,29 +13,16 @@ import pytest
 
 from controlplane.core.errors import StaleVersion, UpdateInProgress, WeightplaneError
 from controlplane.rpc.errors import from_rpc_error
-from tests.cases.engines import Hands, lay_hands
-from tests.cases.fleet import (
-    LOST_WORDS,
-    TRANSPORTS,
-    CaseFleet,
-    Delivery,
-    Transport,
-    case_fleet,
-    number_of,
-    refusals,
-    transport_name,
-)
+from tests.cases.cargo import LOST_WORDS, TRANSPORTS, Delivery, Transport, refusals, transport_name
+from tests.cases.engines import Hands
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN
+from tests.cases.sessions import number_of
 from tests.support.local_fleet import Weights
 from weightplane.v1 import fleet_pb2, version_pb2
 
 ROUNDS = 12
 WRITERS_OF_EACH = 3
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.cases.fleet import SHARED, CaseFleet, case_fleet, refusals
+from tests.cases.cargo import SHARED, refusals
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights
 from weightplane.v1 import fleet_pb2, operator_pb2, operator_pb2_grpc, weight_update_pb2

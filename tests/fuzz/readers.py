@@ -98,11 +98,9 @@ _READERS: Mapping[type, Callable[[Any], object]] = {
 """Of the others nothing is left to read once the rules were met."""
 
 
-def honest() -> list[tuple[str, Any]]:
-    """Messages that are read to their end, by service: what guided fuzzing sets out from."""
-    version = version_pb2.WeightVersion(term=1, number=1)
-    ref = version_pb2.EngineRef(engine_id="e0", incarnation="i")
-    digest = bytes(32)
+def _honest_update(ref: version_pb2.EngineRef) -> list[weight_update_pb2.UpdateWeightsRequest]:
+    """The frames of one update, and a chunk of a delta."""
+    version, digest = version_pb2.WeightVersion(term=1, number=1), bytes(32)
     place: dict[str, Any] = {"tensor": 0, "tensor_offset": 0, "buffer_offset": 0, "byte_count": 16}
     changed: list[dict[str, Any]] = [{}, {"changed_elements": 2}]
     records = [weight_update_pb2.TensorRecord(**place, checksum=bytes(8), **more) for more in changed]
@@ -119,6 +117,14 @@ def honest() -> list[tuple[str, Any]]:
         transport=weight_update_pb2.TRANSPORT_INLINE,
     )
     commit = weight_update_pb2.Commit(version=version, chunk_count=1, byte_count=28, content_digest=digest)
+    frame = weight_update_pb2.UpdateWeightsRequest
+    frames = [frame(open=opened), frame(commit=commit), *(frame(chunk=chunk) for chunk in chunks)]
+    return frames + [frame(layout_part=_with_version(part, version)) for part in codec.layout_to_parts(LAYOUT)]
+
+
+def honest() -> list[tuple[str, Any]]:
+    """Messages that are read to their end, by service: what guided fuzzing sets out from."""
+    ref = version_pb2.EngineRef(engine_id="e0", incarnation="i")
     status = engine_pb2.EngineStatus(
         engine=ref,
         run_id="r",
@@ -128,13 +134,11 @@ def honest() -> list[tuple[str, Any]]:
         residency=engine_pb2.RESIDENCY_AWAKE,
     )
     hello = fleet_pb2.EngineHello(status=status, endpoint="127.0.0.1:1", host_id="h", device_uuids=["CPU-0"])
-    frame, said = weight_update_pb2.UpdateWeightsRequest, fleet_pb2.SessionRequest
-    frames = [frame(open=opened), frame(commit=commit), *(frame(chunk=chunk) for chunk in chunks)]
-    frames += [frame(layout_part=_with_version(part, version)) for part in codec.layout_to_parts(LAYOUT)]
+    said = fleet_pb2.SessionRequest
     generate = rollout_pb2.GenerateRequest(run_id="r", model="policy", prompt_token_ids=[1])
     generate.sampling.max_tokens = 4
     return [
-        *(("weightplane.v1.WeightUpdate", message) for message in frames),
+        *(("weightplane.v1.WeightUpdate", message) for message in _honest_update(ref)),
         ("weightplane.v1.Fleet", said(engine_hello=hello)),
         ("weightplane.v1.Fleet", said(engine_status=status)),
         ("weightplane.v1.Rollout", generate),

@@ -8,6 +8,7 @@ import pytest
 
 from engine_agent.daemon import building
 from engine_agent.memory.engine import MemoryEngine
+from tests.cases.engines import Hands, lay_hands
 
 
 @pytest.fixture
@@ -22,3 +23,9 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[MemoryEngine]:
 
     monkeypatch.setattr(building, "MemoryEngine", Noted)
     return started
+
+
+@pytest.fixture
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    """A hand on every in-memory engine, by its name."""
+    return lay_hands(monkeypatch)

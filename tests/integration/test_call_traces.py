@@ -20,7 +20,7 @@ from controlplane.core.sampling import SamplingSettings
 from controlplane.core.traces import SEND, UPDATE, SpanRecord, SpanRef, update_span
 from controlplane.rollout.client import RolloutClient
 from controlplane.tracing.otlp import OtlpTracer
-from tests.cases.engines import Hands, lay_hands
+from tests.cases.engines import Hands
 from tests.support import checkpoint_fleet as by_checkpoint
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet, Weights, local_fleet
@@ -36,11 +36,6 @@ SLOW = 0.002
 def kept() -> Iterator[Kept]:
     with kept_spans() as spans:
         yield spans
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

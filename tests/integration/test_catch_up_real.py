@@ -13,11 +13,10 @@ import pytest
 import xxhash
 
 from controlplane.checkpoints import CheckpointManifest, write_checkpoint
-from controlplane.core.layout import DType, content_digest
+from controlplane.core.layout import DType, Layout, content_digest
 from controlplane.core.versions import ModelName, RunId, Term, WeightVersion
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.vllm.settings import VllmSettings
 from tests.support.checkpoint_fleet import (
     Person,
     checkpoint_fleet,
@@ -27,10 +26,11 @@ from tests.support.checkpoint_fleet import (
     routable,
     start_engine,
 )
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, LocalFleet, Stream
 from tests.support.reference import Reference
 from tests.support.staging import layout_of
+from tests.support.tiny_engine import read_state, tiny_settings
 from tests.support.tiny_model import make_tiny_model
 from weightplane.v1 import fleet_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2, weight_update_pb2
 
@@ -47,13 +47,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_tiny_model(directory / "loaded", 1), make_tiny_model(directory / "trained", 2)
 
 
-def state_of(model: Path) -> Mapping[str, Any]:
-    from safetensors.torch import load_file
-
-    state: Mapping[str, Any] = load_file(model / "model.safetensors")
-    return state
-
-
 def bytes_of(tensor: Any) -> bytes:
     import torch
 
@@ -68,7 +61,7 @@ async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
 
 
 def start_vllm(fleet: LocalFleet, engine_id: str, model: Path, **settings: Any) -> None:
-    vllm = VllmSettings(model=model, dtype="float32", max_model_len=256, kv_cache_memory_bytes=32 << 20)
+    vllm = tiny_settings(model)
     start_engine(fleet, engine_id, backend="vllm", vllm=vllm, **settings)
 
 
@@ -86,33 +79,41 @@ async def generate(fleet: LocalFleet, engine_id: str, count: int) -> tuple[list[
     return tokens, [(s.version.number, s.start, s.end) for s in finish.spans]
 
 
-async def push(fleet: LocalFleet, state: Mapping[str, Any]) -> CheckpointManifest:
-    """A trainer that writes a checkpoint first and has every engine read it; then it is committed, and published."""
-    layout = layout_of(state)
-    digest = content_digest([xxhash.xxh3_64_digest(bytes_of(t)) for t in state.values()])
-    begun = await fleet.fleet.BeginUpdate(
-        fleet_pb2.BeginUpdateRequest(
-            run_id=RUN,
-            model="policy",
-            term=fleet.term,
-            request_id=uuid.uuid4().hex,
-            layout_digest=layout.digest,
-            byte_count=layout.byte_count,
-        ),
-        timeout=5,
+async def begin(fleet: LocalFleet, layout: Layout) -> fleet_pb2.BeginUpdateResponse:
+    request = fleet_pb2.BeginUpdateRequest(
+        run_id=RUN,
+        model="policy",
+        term=fleet.term,
+        request_id=uuid.uuid4().hex,
+        layout_digest=layout.digest,
+        byte_count=layout.byte_count,
     )
-    manifest = write_checkpoint(
-        checkpoint_root(fleet),
+    response: fleet_pb2.BeginUpdateResponse = await fleet.fleet.BeginUpdate(request, timeout=PATIENCE_SECONDS)
+    return response
+
+
+def written(
+    root: Path, version: version_pb2.WeightVersion, layout: Layout, state: Mapping[str, Any]
+) -> CheckpointManifest:
+    return write_checkpoint(
+        root,
         NAME,
         run_id=RunId(RUN),
         model=ModelName("policy"),
-        version=WeightVersion(begun.version.number, Term(begun.version.term)),
+        version=WeightVersion(version.number, Term(version.term)),
         step=None,
         layout=layout,
-        content_digest=digest,
+        content_digest=content_digest([xxhash.xxh3_64_digest(bytes_of(t)) for t in state.values()]),
         tensors=((name, bytes_of(t)) for name, t in state.items()),
         shard_bytes=200_000,
     )
+
+
+async def push(fleet: LocalFleet, state: Mapping[str, Any]) -> CheckpointManifest:
+    """A trainer that writes a checkpoint first and has every engine read it; then it is committed, and published."""
+    layout = layout_of(state)
+    begun = await begin(fleet, layout)
+    manifest = written(checkpoint_root(fleet), begun.version, layout, state)
     head = weight_update_pb2.Manifest(
         layout_digest=layout.digest, tensor_count=len(layout.tensors), byte_count=layout.byte_count
     )
@@ -131,7 +132,7 @@ async def push(fleet: LocalFleet, state: Mapping[str, Any]) -> CheckpointManifes
         version=begun.version,
         chunk_count=len(manifest.files),
         byte_count=layout.byte_count,
-        content_digest=digest,
+        content_digest=manifest.content_digest,
     )
     await stream.send(commit=commit)
     assert (await fleet.decided(begun.update_id)).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
@@ -143,7 +144,7 @@ async def test_a_vllm_engine_that_joins_speaks_the_served_version_and_the_traine
     fleet: LocalFleet, models: tuple[Path, Path]
 ) -> None:
     loaded, trained = models
-    state = state_of(trained)
+    state = read_state(trained)
     shapes = {name: tuple(t.shape) for name, t in state.items()}
     start_engine(fleet, "e0", {"tensors": shapes, "dtype": DType.F32})
     await fleet.wait_for_engines(1)
@@ -177,7 +178,7 @@ async def test_a_vllm_engine_of_a_frozen_model_serves_what_it_loaded_as_number_0
         await fleet.start_coordinator()
         start_vllm(fleet, "teacher", model, initial="serve")
         await eventually(lambda: _routable(fleet, "teacher"), within=START_SECONDS)
-        state = state_of(model)
+        state = read_state(model)
         status = await fleet.status("teacher")
         expected = content_digest([xxhash.xxh3_64_digest(bytes_of(state[n])) for n in sorted(state)])
         assert (status.content_digest, status.frozen) == (expected, True)

@@ -34,6 +34,7 @@ from weightplane.v1 import (
     operator_pb2_grpc,
 )
 
+pytestmark = pytest.mark.pure
 SECONDS = 5.0
 
 

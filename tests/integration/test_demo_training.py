@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support.ports import free_port
+from tests.support.rank_job import run_ranks
 from trainer_agent.demo.models import tiny
 
 pytestmark = pytest.mark.real
 
-JOB_TIMEOUT_SECONDS = 200
 STEPS = 5
 RESUMED_STEPS = 6
 
@@ -27,20 +24,9 @@ def run_demo(model_dir: Path, work: Path, *options: str) -> list[dict[str, Any]]
     """The events that this life of the run wrote."""
     events = work / "events.jsonl"
     before = len(events.read_text().splitlines()) if events.exists() else 0
-    command = [sys.executable, "-m", "tests.support.demo_job", "--model-dir", str(model_dir), "--events", str(events)]
-    command += ["--checkpoint-dir", str(work / "checkpoints"), "--export-dir", str(work / "export"), *options]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    environment["MASTER_PORT"] = str(free_port())
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for r in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=JOB_TIMEOUT_SECONDS)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    module = ["tests.support.demo_job", "--model-dir", str(model_dir), "--events", str(events)]
+    module += ["--checkpoint-dir", str(work / "checkpoints"), "--export-dir", str(work / "export"), *options]
+    run_ranks(module, 2, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     return [json.loads(line) for line in events.read_text().splitlines()[before:]]
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.support.engine_of_nodes import MARK, PROMPT, TOKENS, UPDATES, trained
+from tests.support.engine_of_nodes import MARK, PROMPT, TOKENS, UPDATES
 from tests.support.eventually import eventually
 from tests.support.reference import Reference
+from tests.support.tiny_engine import trained
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [

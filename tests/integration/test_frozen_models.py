@@ -22,6 +22,8 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, SHAPES, LocalFleet
 from weightplane.v1 import engine_pb2, fleet_pb2
 
+pytestmark = pytest.mark.pure
+
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
@@ -69,7 +71,7 @@ async def test_an_engine_that_loaded_the_same_joins_and_one_that_did_not_is_refu
     assert {e.status.engine.engine_id for e in (await fleet.view()).engines} == {"e0", "e1"}
 
 
-async def test_it_takes_no_update_and_no_trainer(fleet: LocalFleet) -> None:
+async def test_a_frozen_model_takes_no_update_and_no_trainer(fleet: LocalFleet) -> None:
     start_engine(fleet, "e0", initial="serve")
     await routable(fleet, "e0", 0)
     fleet.term = 1
@@ -111,7 +113,9 @@ async def test_asleep_it_keeps_what_it_loaded_and_will_not_drop_it(fleet: LocalF
     assert await fleet.generate("e0", 4) == before
 
 
-async def test_it_is_served_again_after_a_restart_of_the_coordinator_and_of_its_engine(fleet: LocalFleet) -> None:
+async def test_a_frozen_model_is_served_again_after_a_restart_of_the_coordinator_and_of_its_engine(
+    fleet: LocalFleet,
+) -> None:
     start_engine(fleet, "e0", initial="serve")
     await routable(fleet, "e0", 0)
     await fleet.stop("coordinator")

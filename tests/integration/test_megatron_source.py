@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -16,12 +13,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.hf_models import FAMILIES, save_random
+from tests.support.hf_models import save_random
 from tests.support.megatron_job import GATHER_DEADLINE_SECONDS, GROUPED, Case
+from tests.support.rank_job import run_ranks
 
 pytestmark = pytest.mark.real
 
-JOB_TIMEOUT_SECONDS = 240
+FAMILIES = ["llama", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"]
 MODELS: dict[str, dict[str, Any]] = {
     f"{family}-{kind}": {"family": family, "tied": kind == "tied"} for family in FAMILIES for kind in ("tied", "untied")
 }
@@ -67,21 +65,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run_job(world: int, models: Path, out: Path, cases: Sequence[Case], *extra: str) -> Facts:
     """Each case's facts, one dict a rank."""
     out.mkdir()
-    command = [sys.executable, "-m", "tests.support.megatron_job", "--rendezvous", str(out / "rendezvous")]
-    command += ["--models", str(models), "--out", str(out), "--cases", json.dumps([asdict(c) for c in cases]), *extra]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": str(world), "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(
-            command, env=environment | {"RANK": str(rank)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
-        for rank in range(world)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=JOB_TIMEOUT_SECONDS)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0] * world, "\n".join(outputs)
+    where = ["--rendezvous", str(out / "rendezvous"), "--models", str(models), "--out", str(out)]
+    what = ["--cases", json.dumps([asdict(c) for c in cases]), *extra]
+    run_ranks(["tests.support.megatron_job", *where, *what], world, {"CUDA_VISIBLE_DEVICES": ""})
     names = ["shim", *[case.name for case in cases]] + (FAULTS if extra else [])
     return {n: [json.loads((out / f"{n}.rank{r}.json").read_text()) for r in range(world)] for n in names}
 

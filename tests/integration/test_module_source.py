@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-JOB_TIMEOUT_SECONDS = 120
+from tests.support.rank_job import run_ranks
+
 SHARDED = ["fsdp2", "dtensor"]
 KINDS = ["plain", "ddp", *SHARDED]
 
@@ -20,18 +18,8 @@ Facts = list[dict[str, Any]]
 @pytest.fixture(scope="module")
 def facts(tmp_path_factory: pytest.TempPathFactory) -> Facts:
     out = tmp_path_factory.mktemp("sharded")
-    command = [sys.executable, "-m", "tests.support.sharded_job", str(out / "rendezvous"), str(out)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
-    ranks = [
-        subprocess.Popen(command, env=environment | {"RANK": str(r)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        for r in range(2)
-    ]
-    try:
-        outputs = [rank.communicate(timeout=JOB_TIMEOUT_SECONDS)[0].decode() for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
+    module = ["tests.support.sharded_job", str(out / "rendezvous"), str(out)]
+    run_ranks(module, 2, {"CUDA_VISIBLE_DEVICES": ""})
     return [json.loads((out / f"rank{r}.json").read_text()) for r in range(2)]
 
 

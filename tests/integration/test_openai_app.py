@@ -29,10 +29,10 @@ from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.door_app import NativeMemoryEngine
+from tests.support.engine_life import UPDATE, VERSION, commit, started
 from tests.support.eventually import eventually
 from tests.support.hf_models import VOCAB, save_random
 from tests.support.text_model import add_tokenizer
-from tests.unit.test_engine_life import UPDATE, VERSION, commit, started
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 400}

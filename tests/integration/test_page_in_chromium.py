@@ -136,7 +136,7 @@ async def test_the_theme_that_a_person_chose_stays(browser: Any) -> None:
         script(browser, "localStorage.clear()")
 
 
-async def test_it_is_used_by_keyboard_alone(browser: Any) -> None:
+async def test_the_page_is_used_by_keyboard_alone(browser: Any) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
     from selenium.webdriver.common.keys import Keys
 

@@ -15,18 +15,14 @@ from controlplane.rollout.asking import OnLoss
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
 from engine_agent.memory.engine import token_of
-from tests.cases.engines import Hands, lay_hands
+from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT, VOCAB_SIZE, tokens_of, truth
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, Weights
 
+pytestmark = pytest.mark.pure
 HAD, LENGTH = 3, 8
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

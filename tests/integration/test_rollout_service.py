@@ -16,18 +16,14 @@ from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.model import expert_of, score_of
 from engine_agent.services import rollout_service
-from tests.cases.engines import Hands, lay_hands
+from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, Weights
 from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
+pytestmark = pytest.mark.pure
 PROMPT = [1, 2, 3, 4]
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

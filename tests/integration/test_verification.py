@@ -14,18 +14,15 @@ import pytest
 from controlplane.core.canary import CanaryReference
 from controlplane.rpc.engine_codec import reference_to_proto
 from engine_agent.memory.engine import MemoryEngine, score_of, weights_of
-from tests.cases.engines import Hands, lay_hands
-from tests.cases.fleet import CaseFleet, case_fleet, refusals
+from tests.cases.cargo import refusals
+from tests.cases.engines import Hands
+from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
+pytestmark = pytest.mark.pure
 PROMPT = (5, 6, 7)
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
 
 
 @pytest.fixture

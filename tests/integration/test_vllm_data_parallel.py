@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,17 @@ from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import EngineFacts
-from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.install import told_at_check
 from tests.support.eventually import eventually
 from tests.support.reference import Reference
 from tests.support.staging import stage
+from tests.support.tiny_engine import State, tiny_settings, trained
 from tests.support.tiny_model import make_tiny_model
 from tests.support.vllm_agent_process import MARK
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
 
-State = Mapping[str, Any]
 CORES = 2
 PROMPTS = [[5, 6, 7, 8, i] for i in range(6)]
 
@@ -70,31 +70,13 @@ class Rig:
         return len(set(self.engine._core.llm.engine_core.reqs_in_flight.values()))
 
 
-def trained(state: State, seed: int) -> State:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
-
-
-def settings_for(model: Path) -> VllmSettings:
-    return VllmSettings(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        data_parallel_size=CORES,
-    )
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     from safetensors.torch import load_file
 
     model = make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
     points = tmp_path_factory.mktemp("failpoints")
-    engine = VllmEngine(settings_for(model), "engine-0")
+    engine = VllmEngine(tiny_settings(model, data_parallel_size=CORES), "engine-0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(points))
         facts = await engine.start()
@@ -170,8 +152,8 @@ async def test_a_core_that_says_other_than_its_sibling_fails_the_canary(rig: Rig
 
 @pytest.mark.asyncio(loop_scope="function")
 async def test_l5_one_cores_death_is_the_engines_and_nothing_of_it_is_left(tmp_path: Path) -> None:
-    before = own_processes()
-    engine = VllmEngine(settings_for(make_tiny_model(tmp_path / "model", seed=0)), "engine-1")
+    model, before = make_tiny_model(tmp_path / "model", seed=0), own_processes()
+    engine = VllmEngine(tiny_settings(model, data_parallel_size=CORES), "engine-1")
     facts = await engine.start()
     started = own_processes() - before
     assert started > set(facts.pids), "vLLM's process between the cores is one more"

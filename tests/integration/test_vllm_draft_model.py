@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +15,15 @@ from engine_agent.engine import DRAFT
 from engine_agent.vllm.engine import VllmEngine, VllmSettings
 from tests.support.reference import Reference
 from tests.support.staging import layout_of, stage
+from tests.support.tiny_engine import State, tiny_settings, trained
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
 
-State = Mapping[str, Any]
 PROMPT = [5, 6, 7, 8, 9]
 COUNT = 24
 PROPOSED = 2
 """Tokens of the draft for each of the model."""
-
-
-def trained(state: State, seed: int) -> State:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
 
 
 async def install(engine: VllmEngine, model: State, draft: State | None, label: str) -> None:
@@ -62,6 +54,11 @@ async def speak(engine: VllmEngine, name: str) -> tuple[list[int], Any, int]:
     return tokens, spans, steps
 
 
+def with_draft(model: Path, draft: Path) -> VllmSettings:
+    speculative = {"method": "draft_model", "model": str(draft), "num_speculative_tokens": PROPOSED}
+    return tiny_settings(model, vllm_arguments={"speculative_config": speculative})
+
+
 async def test_model_and_draft_are_updated_together_and_a_failure_in_the_draft_is_healed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -70,17 +67,7 @@ async def test_model_and_draft_are_updated_together_and_a_failure_in_the_draft_i
     model, draft = (make_tiny_model(tmp_path / name, seed=seed) for seed, name in enumerate(("model", "draft")))
     monkeypatch.setenv(DIRECTORY_VARIABLE, str(tmp_path))
     state, reference = load_file(model / "model.safetensors"), Reference(model)
-    settings = VllmSettings(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        vllm_arguments={
-            "speculative_config": {"method": "draft_model", "model": str(draft), "num_speculative_tokens": PROPOSED}
-        },
-    )
-    engine = VllmEngine(settings, "engine-0")
+    engine = VllmEngine(with_draft(model, draft), "engine-0")
     try:
         facts = await engine.start()
         assert DRAFT in facts.capabilities

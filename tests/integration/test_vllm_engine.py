@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,70 +15,34 @@ import pytest_asyncio
 from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from engine_agent.engine import EngineFacts, LiveRequests, StagedWeights
+from engine_agent.engine import LiveRequests, StagedWeights
 from engine_agent.vllm.canary import DECODED_TOKENS, PROMPT_TOKENS
-from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.install import MIXTURE
 from tests.support.reference import Reference
 from tests.support.staging import layout_of, stage
+from tests.support.tiny_engine import State, read_state, tiny_settings, trained
 from tests.support.tiny_model import make_tiny_model
+from tests.support.vllm_speech import (
+    LONG_PROMPT,
+    PROMPT,
+    TOLERANCE,
+    Rig,
+    assert_speaks_as,
+    generate,
+    labels,
+    live,
+    push,
+)
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(240)]
-
-State = Mapping[str, Any]
-PROMPT = [5, 6, 7, 8, 9]
-LONG_PROMPT = [(7 * i + 3) % 250 for i in range(80)]
-TOLERANCE = 1e-4
-"""fp32 here and there, other kernels."""
-
-_labels = itertools.count(1)
-
-
-@dataclass
-class Rig:
-    """One engine for the whole module, the model it loaded, and its reference."""
-
-    engine: VllmEngine
-    facts: EngineFacts
-    model: Path
-    state: State
-    reference: Reference
-    failpoints: Path
-
-
-@dataclass
-class Sample:
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    spans: tuple[tuple[str, int, int], ...] = ()
-    cached: int = 0
-    finish_reason: str | None = None
-
-
-def settings_for(model: Path) -> VllmSettings:
-    return VllmSettings(model=model, dtype="float32", max_model_len=256, max_num_seqs=8, kv_cache_memory_bytes=32 << 20)
-
-
-def read_state(model: Path) -> State:
-    from safetensors.torch import load_file
-
-    state: State = load_file(model / "model.safetensors")
-    return state
-
-
-def trained(state: State, seed: int) -> State:
-    """Every tensor moved a little, the tied embedding too."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {name: t + 0.05 * torch.randn(t.shape, generator=generator) for name, t in state.items()}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def rig(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Rig]:
     model = make_tiny_model(tmp_path_factory.mktemp("model"), seed=0)
     failpoints = tmp_path_factory.mktemp("failpoints")
-    engine = VllmEngine(settings_for(model), "engine-0")
+    engine = VllmEngine(tiny_settings(model), "engine-0")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(DIRECTORY_VARIABLE, str(failpoints))
         facts = await engine.start()
@@ -92,59 +55,6 @@ def failpoint(rig: Rig) -> Iterator[Path]:
     point = rig.failpoints / "worker.install"
     yield point
     point.unlink(missing_ok=True)
-
-
-async def push(engine: VllmEngine, state: State) -> str:
-    """Quiesce, install, canary, resume; returns the label."""
-    label = str(next(_labels))
-    await engine.quiesce()
-    with stage(state, label) as staged:
-        await engine.install(staged)
-    await engine.canary()
-    await engine.resume()
-    return label
-
-
-async def generate(
-    engine: VllmEngine,
-    count: int,
-    *,
-    prompt: list[int] = PROMPT,
-    name: str | None = None,
-    slow_seconds: float = 0.0,
-    into: Sample | None = None,
-) -> Sample:
-    sample = into or Sample()
-    sampling = SamplingSettings(max_tokens=count, temperature=0.0, ignore_eos=True)
-    async for delta in engine.generate(name or f"request-{next(_labels)}", prompt, sampling):
-        assert len(delta.logprobs) == len(delta.token_ids)
-        sample.tokens += delta.token_ids
-        sample.logprobs += delta.logprobs
-        sample.cached = max(sample.cached, delta.cached_prompt_tokens)
-        sample.spans, sample.finish_reason = delta.engine_spans, delta.finish_reason
-        await asyncio.sleep(slow_seconds)
-    return sample
-
-
-async def live(engine: VllmEngine, names: list[str], count: int) -> dict[str, asyncio.Task[Sample]]:
-    """Requests that have spoken a few tokens each, and whose consumers lag behind the engine."""
-    samples = [Sample() for _ in names]
-    tasks = {
-        name: asyncio.create_task(
-            generate(engine, count, prompt=[*PROMPT, i], name=name, slow_seconds=0.01, into=samples[i])
-        )
-        for i, name in enumerate(names)
-    }
-    while not all(len(s.tokens) > 4 for s in samples):
-        assert not any(t.done() for t in tasks.values()), "a request ended before all had begun"
-        await asyncio.sleep(0.001)
-    return tasks
-
-
-def assert_speaks_as(rig: Rig, state: State, sample: Sample, prompt: list[int] = PROMPT) -> None:
-    tokens, logprobs = rig.reference.greedy(state, prompt, len(sample.tokens))
-    assert sample.tokens == tokens
-    assert sample.logprobs == pytest.approx(logprobs, abs=TOLERANCE)
 
 
 async def test_each_of_three_updates_is_spoken_exactly_tied_embedding_included(rig: Rig) -> None:
@@ -164,7 +74,7 @@ async def test_an_updated_engine_equals_a_fresh_one_loaded_from_the_same_weights
     save_file(dict(state), model / "model.safetensors", metadata={"format": "pt"})
     await push(rig.engine, state)
     updated = [await generate(rig.engine, 24, prompt=p) for p in (PROMPT, LONG_PROMPT)]
-    fresh_engine = VllmEngine(settings_for(model), "engine-fresh")
+    fresh_engine = VllmEngine(tiny_settings(model), "engine-fresh")
     try:
         await fresh_engine.start()
         fresh = [await generate(fresh_engine, 24, prompt=p) for p in (PROMPT, LONG_PROMPT)]
@@ -181,7 +91,7 @@ async def test_a_kept_request_has_its_border_where_quiesce_counted_it(rig: Rig) 
     old = await push(rig.engine, before)
     tasks = await live(rig.engine, ["kept-0", "kept-1", "kept-2"], count=120)
     seen = await rig.engine.quiesce()
-    new = str(next(_labels))
+    new = str(next(labels))
     with stage(after, new) as staged:
         await rig.engine.install(staged)
     await rig.engine.resume()
@@ -376,7 +286,7 @@ async def test_a_request_made_while_quiesced_waits_and_speaks_the_new_version(ri
     await push(rig.engine, trained(rig.state, 81))
     await rig.engine.quiesce()
     waiting = asyncio.create_task(generate(rig.engine, 8))
-    new, state = str(next(_labels)), trained(rig.state, 82)
+    new, state = str(next(labels)), trained(rig.state, 82)
     with stage(state, new) as staged:
         await rig.engine.install(staged)
     assert not waiting.done()
@@ -403,7 +313,7 @@ async def test_facts_say_what_an_update_must_cover(rig: Rig) -> None:
 
 
 async def test_a_missing_model_is_an_engine_that_died_before_it_lived(tmp_path: Path) -> None:
-    engine = VllmEngine(settings_for(tmp_path / "nowhere"), "engine-none")
+    engine = VllmEngine(tiny_settings(tmp_path / "nowhere"), "engine-none")
     with pytest.raises(EngineDied, match="no such directory"):
         await engine.start()
     await engine.shutdown()

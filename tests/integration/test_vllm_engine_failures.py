@@ -32,6 +32,7 @@ from engine_agent.vllm.leftovers import Leftovers
 from tests.support import vllm_agent_process
 from tests.support.eventually import eventually, eventually_blocking
 from tests.support.staging import stage
+from tests.support.tiny_engine import read_state, tiny_settings
 from tests.support.tiny_model import make_tiny_model
 
 pytestmark = [pytest.mark.real, pytest.mark.slow, pytest.mark.timeout(240)]
@@ -47,14 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def settings(model: Path) -> VllmSettings:
-    return VllmSettings(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        install_timeout_seconds=5.0,
-    )
+    return tiny_settings(model, install_timeout_seconds=5.0)
 
 
 @pytest.fixture
@@ -77,13 +71,6 @@ async def engine(settings: VllmSettings, failpoint: Path, nothing_left: None) ->
     engine = VllmEngine(settings, "engine-0")
     yield engine
     await engine.shutdown()
-
-
-def read_state(model: Path) -> dict[str, Any]:
-    from safetensors.torch import load_file
-
-    state: dict[str, Any] = load_file(model / "model.safetensors")
-    return state
 
 
 async def consume(engine: VllmEngine, name: str) -> list[int]:
@@ -244,7 +231,9 @@ class TestTwoWorkers:
         devices = ("device-a", "device-b")
         return replace(settings, model=model, tensor_parallel_size=2, device_uuids=devices, start_timeout_seconds=120)
 
-    async def test_all_or_none_install(self, engine: VllmEngine, settings: VllmSettings, failpoint: Path) -> None:
+    async def test_both_workers_install_or_neither(
+        self, engine: VllmEngine, settings: VllmSettings, failpoint: Path
+    ) -> None:
         facts = await engine.start()
         assert (facts.world_size, facts.device_uuids) == (2, ("device-a", "device-b"))
         state = read_state(settings.model)

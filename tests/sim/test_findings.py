@@ -1,30 +1,20 @@
-"""What the simulator found in the cores, each at its smallest."""
+"""What the simulator found in the cores about updates, sessions and units, each at its smallest."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
-from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
-from controlplane.core.canary import Canary
-from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Residency, Stage, Timings, Unset
-from controlplane.core.fleet_records import (
-    CheckpointKept,
-    EngineAsked,
-    EngineKnown,
-    TermGiven,
-    UpdateBegan,
-    UpdateDecided,
-)
+from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage, Timings, Unset
+from controlplane.core.fleet_records import EngineAsked, EngineKnown, TermGiven, UpdateBegan, UpdateDecided
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_policy import UpdatePolicy
-from controlplane.core.update_transaction import Phase, UpdateTransaction
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import (
     DeviceUuid,
     EngineId,
@@ -37,25 +27,13 @@ from controlplane.core.versions import (
     WeightVersion,
 )
 from controlplane.ledger import MemoryLedger
-from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
-
-
-def two() -> tuple[Fleet, dict[str, int]]:
-    """Two engines and a trainer that holds term 1."""
-    f = Fleet()
-    engines = {name: f.engine(name) for name in ("e0", "e1")}
-    f.trainer()
-    return f, engines
-
-
-def hello(state: EngineState) -> fe.EngineConnected:
-    place = EnginePlace(state.engine_id, state.incarnation, f"{state.engine_id}:1", "host", (DeviceUuid("d"),))
-    return fe.EngineConnected(999, place, state, False, (), Term(1), Term(1))
+from tests.sim.scenes import five, hello, kept
+from tests.support.engine_core import LAYOUT, Agent, checksums, version
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 
 
 def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -83,7 +61,7 @@ def test_a_restart_aborts_an_update_without_go_also_when_every_engine_says_that_
 
 
 def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry_a_commit() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -97,7 +75,7 @@ def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry
 
 
 def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -108,7 +86,7 @@ def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
 
 
 def test_inv9_an_engine_that_applied_and_is_poisoned_since_does_not_carry_a_commit() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -142,7 +120,7 @@ def test_a_refused_chunk_leaves_the_account_as_it_was() -> None:
 
 
 def test_a_repeated_begin_gets_the_same_answer_also_when_its_update_is_decided() -> None:
-    f, engines = two()
+    f, engines = two_engines()
     first = f.push("u1", engines)
     again = f.handle(fe.UpdateRequested(UpdateId("u2"), "u1", RUN, POLICY, Term(1), 1, None))
     assert [x.update for x in again if isinstance(x, fe.UpdatePlanned)] == [first]
@@ -175,7 +153,7 @@ def test_l2_a_second_hello_of_the_same_life_does_not_tell_it_that_it_is_another(
 
 def test_inv9_an_engine_that_applied_is_poisoned_and_met_another_update_since_does_not_carry_a_commit() -> None:
     """The coordinator did not hear it in between: its last word speaks of that other update."""
-    f, engines = two()
+    f, engines = two_engines()
     update = f.begin("u1")
     for name, session in engines.items():
         f.stage(session, name, update, Stage.READY)
@@ -184,54 +162,6 @@ def test_inv9_an_engine_that_applied_is_poisoned_and_met_another_update_since_do
     f.report(engines["e0"], "e0", weights=Poisoned("spans disagree"), progress=other)
     f.stage(engines["e1"], "e1", update, Stage.FAILED)
     assert (update.phase, f.served) == (Phase.FAILED, ())
-
-
-def asleep() -> Agent:
-    """An engine that serves version 1 and was put to sleep by ann."""
-    agent = Agent()
-    agent.core.capabilities = frozenset({"sleep"})
-    agent.apply(1)
-    agent.welcome(1, version(1))
-    agent.handle(ee.SleepRequested("ann", 1))
-    return agent
-
-
-def test_a_sleep_that_comes_while_a_wake_is_under_way_is_carried_out() -> None:
-    """Else it would say that it sleeps, and have the devices for ever."""
-    agent = asleep()
-    agent.handle(ee.WakeRequested("ann", kv=True))
-    assert fx.StartSleep(1) in agent.handle(ee.SleepRequested("ann", 1))
-
-
-def test_the_end_of_a_wake_that_a_sleep_followed_is_not_the_end_of_the_next_wake() -> None:
-    agent = asleep()
-    agent.handle(ee.WakeRequested("ann", kv=True))
-    agent.handle(ee.SleepRequested("ann", 1))
-    agent.handle(ee.WakeRequested("ann", kv=True))
-    agent.handle(ee.Woke(kv=True))
-    assert agent.core.state.residency is Residency.ASLEEP
-    agent.handle(ee.Woke(kv=True))
-    assert agent.core.gate_open
-
-
-def test_a_wake_in_two_steps_that_are_asked_for_at_once_ends_awake() -> None:
-    agent = asleep()
-    for kv in (False, True):
-        agent.handle(ee.WakeRequested("ann", kv=kv))
-    for kv in (False, True):
-        agent.handle(ee.Woke(kv=kv))
-    assert agent.core.gate_open
-
-
-def test_two_owners_of_a_sleep_do_not_keep_each_other_from_ending_it() -> None:
-    agent = asleep()
-    agent.handle(ee.SleepRequested("bob", 1))
-    assert not [x for x in agent.handle(ee.WakeRequested("ann", kv=True)) if isinstance(x, fx.StartWake)]
-    with pytest.raises(e.DevicesTaken):  # her word ended her own hold; his stays
-        agent.handle(ee.WakeRequested("ann", kv=True))
-    assert fx.StartWake(kv=True) in agent.handle(ee.WakeRequested("bob", kv=True))
-    agent.handle(ee.Woke(kv=True))
-    assert agent.core.gate_open
 
 
 def test_spans_that_disagree_in_mid_install_do_not_end_the_agents_life() -> None:
@@ -244,95 +174,6 @@ def test_spans_that_disagree_in_mid_install_do_not_end_the_agents_life() -> None
     assert agent.applied is None
     agent.handle(ee.CanaryPassed(Timings()))
     assert agent.applied == version(1)
-
-
-RANKS = (RankPlace(Rank(0), "host", DeviceUuid("dev-e0")),)
-"""A trainer on e0's device."""
-
-
-def lent() -> tuple[Fleet, UpdateTransaction, int]:
-    """A version with a checkpoint, and a trainer that holds e0's devices; e0 starts anew on them."""
-    f = Fleet()
-    engines = {name: f.engine(name) for name in ("e0", "e1")}
-    trainer = f.trainer(ranks=RANKS)
-    update = f.push("u1", engines)
-    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(update)))
-    f.handle(fe.TrainerReported(trainer, Term(1), 1, "train", 1, holds_devices=True))
-    f.effects.clear()
-    f.engine("e0", incarnation="i2")
-    return f, update, trainer
-
-
-def kept(update: UpdateTransaction) -> CheckpointKept:
-    return CheckpointKept(POLICY, update.version, "policy-1", b"l" * 32, b"d", 2, 1, 28)
-
-
-def carried(f: Fleet) -> list[str]:
-    return [x.carry.engine.engine_id for x in f.effects if isinstance(x, fe.StartCarry)]
-
-
-def test_inv7_a_restarted_coordinator_does_not_take_devices_for_free_before_their_holder_spoke() -> None:
-    f, update, _ = lent()
-    again = Fleet(f.ledger)
-    again.now = f.now
-    held = replace(f.states["e1"], weights=Held(update.version, b"d"))
-    again.engine("e0", incarnation="i2")
-    again.handle(hello(held))
-    trainer = again.trainer(held=1, ranks=RANKS)
-    again.handle(fe.Tick())
-    assert carried(again) == []
-    again.handle(fe.TrainerReported(trainer, Term(1), 1, "train", 2, holds_devices=False))
-    again.handle(fe.Tick())
-    assert carried(again) == ["e0"]
-
-
-def test_a_restarted_coordinator_heals_once_the_lease_of_a_silent_trainer_ran_out() -> None:
-    f, update, _ = lent()
-    again = Fleet(f.ledger)
-    again.engine("e0", incarnation="i2")
-    again.handle(hello(replace(f.states["e1"], weights=Held(update.version, b"d"))))
-    again.now = TTL - 1
-    again.engine("e0", incarnation="i2")
-    assert carried(again) == []
-    again.pass_time(2)
-    assert carried(again) == ["e0"]
-
-
-def test_inv7_a_rollback_does_not_go_to_devices_that_a_trainer_holds() -> None:
-    f, update, _ = lent()
-    f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, update.version.number))
-    assert carried(f) == ["e1"]
-
-
-def test_what_a_rollback_brought_back_is_carried_from_the_checkpoint_that_it_lay_in() -> None:
-    f, engines = two()
-    first = f.push("u1", engines)
-    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
-    f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
-    rollback = f.core.updates[UpdateId("r")]
-    for stage in (Stage.READY, Stage.INSTALLING, Stage.APPLIED):
-        for name, session in engines.items():
-            f.stage(session, name, rollback, stage)
-    for name in engines:
-        f.handle(fe.CarryEnded(UpdateId("r"), f.states[name].engine_id, None))
-    assert (rollback.phase, f.served) == (Phase.COMMITTED, (rollback.version,))
-    f.effects.clear()
-    f.engine("e0", incarnation="i2")
-    carries = [x.carry for x in f.effects if isinstance(x, fe.StartCarry)]
-    assert [(c.version, c.checkpoint.name) for c in carries] == [(rollback.version, "policy-1")]
-
-
-def test_a_rollback_does_not_wait_for_an_engine_that_refused_it() -> None:
-    """It will not report what it never took; and nobody can push meanwhile."""
-    f, engines = two()
-    first = f.push("u1", engines)
-    f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
-    f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
-    rollback = f.core.updates[UpdateId("r")]
-    refused = e.EngineAsleep(engine_id="e1", missing="the KV cache is")
-    f.handle(fe.CarryEnded(UpdateId("r"), EngineId("e1"), refused))
-    assert rollback.phase is Phase.FAILED
-    assert "KV cache" in rollback.cause
 
 
 def test_a_group_is_not_asked_of_a_model_whose_engines_are_not_in_it() -> None:
@@ -384,32 +225,6 @@ def test_inv10_a_keep_that_was_made_before_its_engine_came_does_not_part_a_unit(
     assert all(f.core.served_to(session, POLICY) == (second.version,) for session in engines.values())
 
 
-# ---- found with engines that say something else ----
-
-
-def five(*wrong: str) -> tuple[Fleet, UpdateTransaction, Callable[[str], object]]:
-    """Equal engines in an update that went go, and how one applies it; the wrong ones say something else."""
-    f = Fleet()
-    sessions = {}
-    for name in (f"e{i}" for i in range(5)):
-        f.engine(name)
-        f.sessions += 1
-        sessions[name] = f.sessions
-        event = replace(hello(f.states[name]), session=f.sessions)
-        f.handle(replace(event, place=replace(event.place, likeness="alike"), max_term=Term(0)))
-    f.trainer()
-    update = f.begin("u1")
-    for name, session in sessions.items():
-        f.stage(session, name, update, Stage.READY)
-
-    def applies(name: str) -> object:
-        canary = Canary((-2.0,) if name in wrong else (-1.0,))
-        f.states[name] = replace(f.states[name], canary=canary)
-        return f.stage(sessions[name], name, update, Stage.APPLIED)
-
-    return f, update, applies
-
-
 def test_the_majority_of_those_that_spoke_first_is_no_majority() -> None:
     """Two wrong engines and a right one were the first three of five: the right one was doubted, the wrong served."""
     f, _, applies = five("e1", "e3")
@@ -441,7 +256,7 @@ def test_who_falls_silent_is_not_waited_for_with_a_judgement() -> None:
 
 def test_a_holder_is_what_its_last_report_says() -> None:
     """The frame of the findings above: a healthy engine does carry a commit."""
-    f, engines = two()
+    f, engines = two_engines()
     update = f.push("u1", engines)
     assert update.phase is Phase.COMMITTED
     assert all(r.state.weights == Held(update.version, b"d") for r in f.core.engines.values())

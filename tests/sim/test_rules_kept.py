@@ -20,8 +20,8 @@ from controlplane.sim.runner import run_seed
 from controlplane.sim.settings import SimSettings
 from engine_agent.engine import Engine, GenerationDelta, LiveRequests
 from engine_agent.life.requests import Part, Requests
-from tests.unit.test_engine_core import Agent, checksums, version
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+from tests.support.engine_core import Agent, checksums, version
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 
 
 @pytest.mark.parametrize("frame", ["chunk", "commit"])

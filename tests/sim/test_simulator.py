@@ -20,7 +20,7 @@ EVENTS = 1200
 
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", sorted(SCENARIOS))
-def test_scenario(name: str, seed: int) -> None:
+def test_no_scenario_breaks_the_contract(name: str, seed: int) -> None:
     _, violation = run_scenario(name, seed, SimSettings())
     assert violation is None, str(violation)
 

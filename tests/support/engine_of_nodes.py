@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from controlplane.core.errors import EngineDied
 from controlplane.core.sampling import SamplingSettings
@@ -20,9 +18,10 @@ from controlplane.rpc.server import start_server
 from engine_agent.daemon.building import members_of, services_of
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.life.engine_life import EngineLifeHolder
-from engine_agent.vllm.engine import VllmEngine, VllmSettings
+from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.further_nodes import FurtherNodes
 from tests.support.staging import stage
+from tests.support.tiny_engine import tiny_settings, trained
 
 MARK = "SAID "
 UPDATES = (1, 2, 3)
@@ -30,28 +29,11 @@ PROMPT = [5, 6, 7, 8]
 TOKENS = 8
 
 
-def trained(state: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    return {n: t + 0.05 * torch.randn(t.shape, generator=generator) for n, t in state.items()}
-
-
 async def main() -> None:
     from safetensors.torch import load_file
 
     model, listen, address = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
-    vllm = VllmSettings(
-        model,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=8,
-        kv_cache_memory_bytes=32 << 20,
-        data_parallel_size=2,
-        further_nodes=1,
-        node_address=address,
-        start_timeout_seconds=120,
-    )
+    vllm = tiny_settings(model, data_parallel_size=2, further_nodes=1, node_address=address, start_timeout_seconds=120)
     settings = EngineSettings("engine-0", vllm=vllm)
     members = members_of(settings)
     assert members is not None

@@ -16,8 +16,6 @@ from typing import Any
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 
-PLUGIN = "/weightplane/live"
-
 
 def good_config(model: str, backend: str = "weightplane") -> dict[str, Any]:
     """What /server_info says of a server that was started as the documentation says."""

@@ -61,7 +61,7 @@ def test_nobody_else_sees_anything(how: dict[str, float]) -> None:
     assert (out, error) == ("a line of the command\ndone\n", "")
 
 
-def test_it_ends_with_work_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_bar_ends_with_work_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bar_module, "SHOW_AFTER_SECONDS", 0.0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     made: list[Bar] = []

@@ -17,7 +17,7 @@ def of(state: EngineState, *served: WeightVersion) -> dict[ConditionType, Condit
     return {c.type: c for c in engine_conditions(state, frozenset(served))}
 
 
-def test_an_engine_that_serves() -> None:
+def test_of_an_engine_that_serves_every_condition_but_updating_is_true() -> None:
     found = of(SERVING, V1)
     true = {t for t, c in found.items() if c.status}
     assert true == set(found) - {ConditionType.UPDATING}

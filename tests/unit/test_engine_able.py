@@ -11,7 +11,7 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Held, Hold, HoldKind, Residency, Stage, Timings, Unset
 from controlplane.core.layout import content_digest
 from controlplane.core.versions import FROZEN, Term
-from tests.unit.test_engine_core import Agent, checksums, version
+from tests.support.engine_core import Agent, checksums, version
 
 DRAIN = Hold(HoldKind.DRAINING, "ann")
 DIGEST = content_digest(checksums(1))

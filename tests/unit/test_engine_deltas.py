@@ -13,7 +13,7 @@ from controlplane.core import errors as e
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import Held, KeptBase, Stage, Timings
 from controlplane.core.layout import content_digest
-from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
+from tests.support.engine_core import LAYOUT, Agent, checksums, version
 
 DIGEST = content_digest(checksums(1))
 KEPT = KeptBase(Held(version(1), DIGEST), LAYOUT.digest, tuple(checksums(1)))

@@ -69,7 +69,7 @@ def test_the_gate_is_open_iff_what_is_held_is_served_and_nobody_holds_it(
         (replace(SERVING, weights=Held(V2, b"")), "ready"),
     ],
 )
-def test_the_word_is_derived(state: EngineState, word: str) -> None:
+def test_the_word_is_derived_from_the_whole_state(state: EngineState, word: str) -> None:
     assert state.word(frozenset({V1})) == word
 
 

@@ -12,7 +12,7 @@ from controlplane.core.engine_core import DELTA
 from controlplane.core.engine_state import Held, Hold, HoldKind, KeptBase, Poisoned, Stage, Timings
 from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.layout import content_digest
-from tests.unit.test_engine_core import LAYOUT, Agent, checksums, version
+from tests.support.engine_core import LAYOUT, Agent, checksums, version
 
 CAPABILITIES = frozenset({STREAMING, DELTA})
 

@@ -14,7 +14,7 @@ from controlplane.core.engine_state import EngineState, Held, Life
 from controlplane.core.errors import PeerLost
 from controlplane.core.update_transaction import PHASE_MOVES, Phase
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, WeightVersion
-from tests.unit.test_engine_core import Agent
+from tests.support.engine_core import Agent
 
 PROTOCOL = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 NEW = EngineState(RunId("run"), ModelName("policy"), EngineId("e0"), Incarnation("i"))

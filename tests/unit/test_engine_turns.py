@@ -8,7 +8,7 @@ from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.engine_state import HoldKind, Residency
 from controlplane.core.versions import DeviceTurn, Term
-from tests.unit.test_engine_core import Agent, version
+from tests.support.engine_core import Agent, version
 
 OWNER, SUCCESSOR, PERSON = "trainer:t0", "trainer:t1", "ann"
 

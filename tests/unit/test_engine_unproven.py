@@ -10,8 +10,8 @@ from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.engine_sleep import owes_canary
 from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Timings, Unset
+from tests.support.engine_core import Agent, version
 from tests.unit.test_engine_able import asleep
-from tests.unit.test_engine_core import Agent, version
 
 ME = "trainer:t"
 UNPROVEN = Hold(HoldKind.UNPROVEN, "u2")
@@ -74,7 +74,7 @@ def test_nobodys_word_but_the_canarys_ends_it() -> None:
 
 
 @pytest.mark.parametrize("ends", [events.SleepRequested(ME, core.DROPS_WEIGHTS), events.Died("killed")])
-def test_it_goes_with_the_weights_that_it_is_about(ends: events.Event) -> None:
+def test_the_hold_goes_with_the_weights_that_it_is_about(ends: events.Event) -> None:
     agent = unproven()
     agent.handle(ends)
     assert agent.core.state.weights == Unset()

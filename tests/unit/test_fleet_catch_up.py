@@ -12,7 +12,7 @@ from controlplane.core.fleet_records import CheckpointGone, CheckpointKept
 from controlplane.core.plan import RankPlace, Transport
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import DeviceUuid, EngineId, Rank, Term, UpdateId, WeightVersion
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 
 
 def kept(version: WeightVersion, digest: bytes = b"d") -> CheckpointKept:

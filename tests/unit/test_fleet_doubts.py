@@ -17,7 +17,7 @@ from controlplane.core.canary import AT_LEAST, MAX_CANDIDATES, Canary, Verificat
 from controlplane.core.engine_state import Held, Progress, Stage, Unset
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId
-from tests.unit.test_fleet_core import Fleet
+from tests.support.fleet_core import Fleet
 
 TOLERANCE = 0.05
 ANSWERS = {"right": (-1.0, -2.0), "near": (-1.02, -2.0), "wrong": (-1.0, -2.5), "none": (-1.0, math.nan)}

@@ -12,8 +12,8 @@ from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_records import EngineKept, EngineReleased, Recovered
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
+from tests.support.fleet_core import POLICY, RUN, Fleet
 from tests.unit.test_fleet_catch_up import carries, kept, publish, served
-from tests.unit.test_fleet_core import POLICY, RUN, Fleet
 
 EVAL = EngineId("eval")
 

@@ -11,7 +11,7 @@ from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, St
 from controlplane.core.errors import EngineMisfit
 from controlplane.core.plan import HOST_MEMORY, EnginePlace, LinkFate, Load, Plan, RankPlace, Transport
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, TrainerId, UpdateId
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 
 ALL = frozenset(Transport) - {Transport.CHECKPOINT}
 LOAD = Load(tensor_count=3, byte_count=1000, chunk_bytes=100, largest_module_bytes=400)

@@ -14,7 +14,7 @@ from controlplane.core.fleet_updates import PATIENCE_AFTER_WAITING
 from controlplane.core.update_policy import Mode, UpdatePolicy
 from controlplane.core.update_transaction import Phase, UpdateTransaction
 from controlplane.core.versions import EngineId
-from tests.unit.test_fleet_core import POLICY, Fleet
+from tests.support.fleet_core import POLICY, Fleet
 
 
 def stage_all(f: Fleet, engines: dict[str, int], update: UpdateTransaction, *stages: Stage) -> None:
@@ -203,7 +203,7 @@ def test_an_engine_that_misses_update_after_update_is_waited_for() -> None:
     assert f.core.engines[EngineId("slow")].missed == 0
 
 
-def test_it_is_not_waited_for_longer_than_the_limit_and_then_not_again_soon() -> None:
+def test_a_joiner_is_not_waited_for_longer_than_the_limit_and_then_not_again_soon() -> None:
     f, engines, _ = joined()
     for i in range(MISSES_BEFORE_AWAITED):
         f.push(f"missed{i}", engines)

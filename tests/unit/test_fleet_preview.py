@@ -17,9 +17,9 @@ from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.plan import LinkFate, Load, RankPlace, Transport
 from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, ModelName, Rank, Term, TrainerId, UpdateId
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 from tests.support.golden import assert_golden
 from tests.unit.test_engines_table import shown
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
 from tests.unit.test_fleet_plans import ALL, begin, far_engine
 from weightplane.v1 import operator_pb2
 

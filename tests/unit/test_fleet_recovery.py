@@ -12,16 +12,8 @@ from controlplane.core.engine_state import EngineState, Held, Life
 from controlplane.core.fleet_book import MAX_UPDATES_KEPT
 from controlplane.core.fleet_records import REQUEST_ID_SECONDS, FloorRaised, FrozenServed
 from controlplane.core.plan import EnginePlace
-from controlplane.core.versions import (
-    FROZEN,
-    DeviceUuid,
-    EngineId,
-    Incarnation,
-    ModelName,
-    Term,
-    UpdateId,
-)
-from tests.unit.test_fleet_core import POLICY, RUN, TTL, Fleet
+from controlplane.core.versions import FROZEN, DeviceUuid, EngineId, Incarnation, ModelName, Term, UpdateId
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 
 DIGEST = b"c" * 32
 

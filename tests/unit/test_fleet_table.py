@@ -48,6 +48,54 @@ def shown(view: operator_pb2.FleetView) -> str:
     return capture.get()
 
 
+def trainers() -> list[operator_pb2.TrainerView]:
+    """One that holds the lease, and one that held it before."""
+    return [
+        operator_pb2.TrainerView(
+            trainer_id="trainer-0",
+            model="policy",
+            term=2,
+            connected=True,
+            rank_count=2,
+            lease_expire_time=at(9),
+            status=fleet_pb2.TrainerStatus(term=2, step=6, phase="train"),
+        ),
+        operator_pb2.TrainerView(
+            trainer_id="trainer-1", model="policy", term=1, rank_count=2, lease_expire_time=at(-60)
+        ),
+    ]
+
+
+def updates() -> list[fleet_pb2.UpdateState]:
+    """One under way, and one that a failure and a loss degraded."""
+    return [
+        fleet_pb2.UpdateState(
+            update_id="u-8",
+            model="policy",
+            version=version(2, 8),
+            step=6,
+            phase=fleet_pb2.UPDATE_PHASE_PREPARING,
+            engines=[
+                outcome("engine-0", engine_pb2.UPDATE_STAGE_RECEIVING, required=True),
+                outcome("engine-1", 0),
+            ],
+        ),
+        fleet_pb2.UpdateState(
+            update_id="u-7",
+            model="policy",
+            version=version(2, 7),
+            step=5,
+            phase=fleet_pb2.UPDATE_PHASE_DEGRADED,
+            cause="one engine failed",
+            engines=[
+                outcome("engine-0", engine_pb2.UPDATE_STAGE_APPLIED),
+                outcome("engine-2", engine_pb2.UPDATE_STAGE_FAILED, error_reason="INSTALL_FAILED"),
+                outcome("engine-3", engine_pb2.UPDATE_STAGE_READY, lost=True),
+            ],
+        ),
+    ]
+
+
 def whole_fleet() -> operator_pb2.FleetView:
     hold = engine_pb2.Hold(kind=engine_pb2.HOLD_KIND_OPERATOR, owner="ann")
     poison = engine_pb2.Hold(kind=engine_pb2.HOLD_KIND_POISONED)
@@ -64,49 +112,8 @@ def whole_fleet() -> operator_pb2.FleetView:
             engine("engine-3", "serving", applied=version(2, 7), gate_open=True, known=False, seen=-42),
             engine("engine-4", "empty"),
         ],
-        trainers=[
-            operator_pb2.TrainerView(
-                trainer_id="trainer-0",
-                model="policy",
-                term=2,
-                connected=True,
-                rank_count=2,
-                lease_expire_time=at(9),
-                status=fleet_pb2.TrainerStatus(term=2, step=6, phase="train"),
-            ),
-            operator_pb2.TrainerView(
-                trainer_id="trainer-1", model="policy", term=1, rank_count=2, lease_expire_time=at(-60)
-            ),
-            operator_pb2.TrainerView(
-                trainer_id="trainer-2", model="policy", term=1, rank_count=2, lease_expire_time=at(-60), left=True
-            ),
-        ],
-        updates=[
-            fleet_pb2.UpdateState(
-                update_id="u-8",
-                model="policy",
-                version=version(2, 8),
-                step=6,
-                phase=fleet_pb2.UPDATE_PHASE_PREPARING,
-                engines=[
-                    outcome("engine-0", engine_pb2.UPDATE_STAGE_RECEIVING, required=True),
-                    outcome("engine-1", 0),
-                ],
-            ),
-            fleet_pb2.UpdateState(
-                update_id="u-7",
-                model="policy",
-                version=version(2, 7),
-                step=5,
-                phase=fleet_pb2.UPDATE_PHASE_DEGRADED,
-                cause="one engine failed",
-                engines=[
-                    outcome("engine-0", engine_pb2.UPDATE_STAGE_APPLIED),
-                    outcome("engine-2", engine_pb2.UPDATE_STAGE_FAILED, error_reason="INSTALL_FAILED"),
-                    outcome("engine-3", engine_pb2.UPDATE_STAGE_READY, lost=True),
-                ],
-            ),
-        ],
+        trainers=trainers(),
+        updates=updates(),
     )
 
 

@@ -18,8 +18,8 @@ from engine_agent.life import remembered
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.life.remembered import Lent, Memory, Remembered
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
+from tests.support.engine_life import LAYOUT, UPDATE, VERSION, commit
 from tests.support.full_disk import small_disk
-from tests.unit.test_engine_life import LAYOUT, UPDATE, VERSION, commit
 
 TRAINER, PERSON = "trainer:t0", "ann"
 DEVICE = "GPU-0"

@@ -23,7 +23,7 @@ def test_an_honest_message_is_read_to_its_end(service: str, message: Any) -> Non
     read(rpc_of(service, message), message.SerializeToString())
 
 
-def test_each_service_has_one() -> None:
+def test_each_service_has_an_honest_message() -> None:
     assert {service for service, _ in HONEST} == set(SERVICES)
 
 

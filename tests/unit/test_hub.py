@@ -14,7 +14,7 @@ from controlplane.core.engine_state import Stage
 from controlplane.core.fleet import FleetCore
 from controlplane.core.versions import UpdateId
 from controlplane.ledger import MemoryLedger
-from tests.unit.test_fleet_core import RUN, Fleet
+from tests.support.fleet_core import RUN, Fleet
 from weightplane.v1 import engine_pb2, fleet_pb2
 
 READY, UNHEARD = engine_pb2.UPDATE_STAGE_READY, engine_pb2.UPDATE_STAGE_UNSPECIFIED

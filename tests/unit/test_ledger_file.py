@@ -219,24 +219,10 @@ def test_everything_that_an_update_told_is_in_its_rows(path: Path) -> None:
     )
     rows = dump(path)
     assert rows["updates"] == [
-        {
-            "number": 9,
-            "update_id": "u",
-            "request_id": "r",
-            "model": "policy",
-            "term": 2,
-            "step": 7,
-            "phase": "degraded",
-            "rolled": 0,
-            "cause": "e1 lost",
-            "layout_digest": LAYOUT.hex(),
-            "content_digest": CONTENT.hex(),
-            "byte_count": 4096,
-            "restores_term": 1,
-            "restores_number": 5,
-            "began_at": NOW,
-            "decided_at": NOW,
-        }
+        {"number": 9, "update_id": "u", "request_id": "r", "model": "policy", "term": 2, "step": 7}
+        | {"phase": "degraded", "rolled": 0, "cause": "e1 lost", "began_at": NOW, "decided_at": NOW}
+        | {"layout_digest": LAYOUT.hex(), "content_digest": CONTENT.hex(), "byte_count": 4096}
+        | {"restores_term": 1, "restores_number": 5}
     ]
     common = {"update_id": "u", "grp": "rollout"}
     assert rows["update_engines"] == [

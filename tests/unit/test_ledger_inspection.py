@@ -45,26 +45,27 @@ LAYOUT, OLD, NEW = b"L" * 32, b"1" * 32, b"2" * 32
 NOW = 1_800_000_000.0
 
 
+E0, E1 = EngineId("e0"), EngineId("e1")
+ASKED = (EngineAsked(E0, Incarnation("i0"), True), EngineAsked(E1, Incarnation("i1"), True))
+
+
+def began(version: WeightVersion, restores: WeightVersion | None = None) -> UpdateBegan:
+    update_id = UpdateId(f"u{version.number}")
+    return UpdateBegan(update_id, "r", POLICY, version, 1, ASKED, LAYOUT, 4096, restores)
+
+
+def decided(version: WeightVersion, phase: Phase, ordinal: int, content: bytes, *outcomes: Outcome) -> UpdateDecided:
+    return UpdateDecided(UpdateId(f"u{version.number}"), POLICY, phase, "", (version,), ordinal, content, outcomes)
+
+
 @pytest.fixture
 def state_dir(tmp_path: Path) -> Path:
     """Of policy a commit, one that rolled and degraded, an abort, an older copy that was accepted, and a rollback; a
     frozen teacher."""
     ledger = SqliteLedger(tmp_path / "ledger.sqlite", lambda: NOW)
     ledger.open(RunId("run"))
-    e0, e1 = EngineId("e0"), EngineId("e1")
-    applied = Outcome(e0, Incarnation("i0"), True, Stage.APPLIED, content_digest=OLD)
-    lost = Outcome(e1, Incarnation("i1"), True, Stage.INSTALLING, lost=True, error_reason="PEER_LOST")
-    asked = (EngineAsked(e0, Incarnation("i0"), True), EngineAsked(e1, Incarnation("i1"), True))
-
-    def began(version: WeightVersion, restores: WeightVersion | None = None) -> UpdateBegan:
-        update_id = UpdateId(f"u{version.number}")
-        return UpdateBegan(update_id, "r", POLICY, version, 1, asked, LAYOUT, 4096, restores)
-
-    def decided(
-        version: WeightVersion, phase: Phase, ordinal: int, content: bytes, *outcomes: Outcome
-    ) -> UpdateDecided:
-        return UpdateDecided(UpdateId(f"u{version.number}"), POLICY, phase, "", (version,), ordinal, content, outcomes)
-
+    applied = Outcome(E0, Incarnation("i0"), True, Stage.APPLIED, content_digest=OLD)
+    lost = Outcome(E1, Incarnation("i1"), True, Stage.INSTALLING, lost=True, error_reason="PEER_LOST")
     for record in (
         TermGiven(POLICY, Term(1), TrainerId("t"), Incarnation("i")),
         began(FIRST),

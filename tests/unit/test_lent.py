@@ -54,7 +54,7 @@ class Looks(MemoryEngine):
         await super().sleep(level)
 
 
-async def test_it_is_on_the_disk_before_the_engine_sleeps_and_until_it_is_wholly_awake(tmp_path: Path) -> None:
+async def test_the_lending_is_on_the_disk_before_the_engine_sleeps_and_until_it_is_wholly_awake(tmp_path: Path) -> None:
     engine = Looks(memory(tmp_path))
     life = await started(tmp_path, engine)
     await life.power.sleep(events.SleepRequested(TRAINER, 1))

@@ -38,7 +38,7 @@ async def asleep(level: int = 1) -> MemoryEngine:
     return engine
 
 
-async def test_it_accounts_for_its_devices_memory() -> None:
+async def test_a_memory_engine_accounts_for_its_devices_memory() -> None:
     engine = await asleep()
     sizes = [engine.device_bytes]
     for kv_cache in (False, True):
@@ -48,7 +48,7 @@ async def test_it_accounts_for_its_devices_memory() -> None:
 
 
 @pytest.mark.parametrize("kv_cache", [None, False])
-async def test_it_dies_of_running_on_memory_that_it_does_not_have(kv_cache: bool | None) -> None:
+async def test_an_engine_dies_of_running_on_memory_that_it_does_not_have(kv_cache: bool | None) -> None:
     engine = await asleep()
     if kv_cache is not None:
         await engine.wake(kv_cache=kv_cache)
@@ -58,7 +58,7 @@ async def test_it_dies_of_running_on_memory_that_it_does_not_have(kv_cache: bool
         await engine.probe()
 
 
-async def test_it_dies_of_being_put_to_sleep_while_it_steps() -> None:
+async def test_an_engine_dies_of_being_put_to_sleep_while_it_steps() -> None:
     engine = MemoryEngine(SETTINGS, "e0")
     await engine.start()
     sample = engine.generate("r", [1], SamplingSettings(max_tokens=1000))

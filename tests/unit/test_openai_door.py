@@ -29,9 +29,9 @@ from engine_agent.openai_door.engine_client import GatedEngineClient
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
 from tests.support.door_app import NativeMemoryEngine, app_over, client_of
+from tests.support.engine_life import UPDATE, VERSION, commit, started
 from tests.support.eventually import eventually
 from tests.support.otlp_collector import kept_spans
-from tests.unit.test_engine_life import UPDATE, VERSION, commit, started
 
 SETTINGS = OpenAiSettings("127.0.0.1:0", wait_seconds=0.3, max_requests=2, max_body_bytes=1000)
 NEWER = WeightVersion(2, Term(1))

@@ -85,7 +85,7 @@ async def test_the_page_loads_nothing_from_elsewhere() -> None:
 @pytest.mark.parametrize(
     "path", ["assets/none.js", "assets/..%2fserver.py", "assets/../server.py", "server.py", "api/"]
 )
-async def test_there_is_nothing_else(path: str) -> None:
+async def test_another_path_of_the_page_is_not_found(path: str) -> None:
     async with page() as (url, _, client):
         assert (await client.get(url + path)).status == 404
 
@@ -113,7 +113,7 @@ async def test_watchers_are_bounded_and_one_that_leaves_makes_room() -> None:
             await eventually(there_is_room)
 
 
-async def test_it_ends_though_pages_are_open() -> None:
+async def test_the_server_ends_though_pages_are_open() -> None:
     async with aiohttp.ClientSession(timeout=LIMIT) as client:
         async with serve_page("127.0.0.1:0", Latest(run("a"))) as url:
             watched = await client.get(f"{url}api/watch")

@@ -16,7 +16,7 @@ from controlplane.rollout.policies import BySession, PowerOfTwo
 from controlplane.rollout.routing import Route, RoutingTable
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import Script, finish, hangs, refuses, says, tokens, version
-from tests.unit.test_rollout_client import PROMPT, World
+from tests.support.rollout_world import PROMPT, World
 from weightplane.v1 import rollout_pb2
 
 FOUR = SamplingSettings(max_tokens=4)

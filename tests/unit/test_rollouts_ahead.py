@@ -15,7 +15,7 @@ from controlplane.rollout.ahead import Group, RolloutsAhead
 from controlplane.rollout.lag_guard import LagGuard
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import FakeEngine, finish, tokens, version
-from tests.unit.test_rollout_client import World
+from tests.support.rollout_world import World
 from weightplane.v1 import rollout_pb2
 
 SIZE, GROUPS = 2, 3

@@ -42,7 +42,7 @@ def test_sharded_sends_are_bound_by_the_side_with_fewer_nics() -> None:
     assert scaling.sharded_seconds(MODEL, many) == pytest.approx(100 / (8 * 50))
 
 
-def test_it_agrees_with_what_others_published_of_a_trillion_parameters() -> None:
+def test_the_estimate_agrees_with_what_others_published_of_a_trillion_parameters() -> None:
     """16 s by broadcast over 256 GPUs, 1.3 s from 256 to 128 GPUs by RDMA: docs/scaling.md has the sources."""
     trillion = Model("1T, fp8", 1e12, 1, 1)
     fleet = Fleet(engines=8, ranks=256, shards=64, nic_rate=50 * GB, engine_gpus=16)

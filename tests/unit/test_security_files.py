@@ -63,7 +63,7 @@ def test_an_address_that_others_reach_needs_tls_or_a_word(listen: str) -> None:
     check_listen(listen, FULL, insecure=False)
 
 
-def test_loopback_needs_neither() -> None:
+def test_loopback_needs_neither_tls_nor_a_word() -> None:
     check_listen("127.0.0.1:0", TlsSettings(), insecure=False)
     check_listen("[::1]:0", TlsSettings(), insecure=False)
 

@@ -39,20 +39,20 @@ def test_a_segment_is_reserved_whole_private_and_named_by_run_and_rank(pool: Seg
     assert (DIRECTORY / segment.name).read_bytes()[:3] == b"abc"
 
 
-def test_it_is_used_again_once_nobody_reads_it(pool: SegmentPool) -> None:
+def test_a_segment_is_used_again_once_nobody_reads_it(pool: SegmentPool) -> None:
     first = pool.acquire(100)
     pool.settle(released=True)
     assert pool.acquire(100) is first
 
 
-def test_it_is_given_up_at_once_when_somebody_may_still_read_it(pool: SegmentPool) -> None:
+def test_a_segment_is_given_up_at_once_when_somebody_may_still_read_it(pool: SegmentPool) -> None:
     first = pool.acquire(100)
     pool.settle(released=False)
     assert present() == []
     assert pool.acquire(100).name != first.name
 
 
-def test_it_is_given_up_when_the_last_push_never_settled(pool: SegmentPool) -> None:
+def test_a_segment_is_given_up_when_the_last_push_never_settled(pool: SegmentPool) -> None:
     first = pool.acquire(100)
     second = pool.acquire(100)
     assert second.name != first.name

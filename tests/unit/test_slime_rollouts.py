@@ -20,8 +20,8 @@ from controlplane.rollout.sample import SPANS_KEY, Sample
 from tests.support import slime_types
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import finish, hangs, refuses, says, tokens, version
+from tests.support.rollout_world import PROMPT, World
 from tests.support.slime_types import DataSource, arguments
-from tests.unit.test_rollout_client import PROMPT, World
 from tests.unit.test_rollout_losses import first_then
 from weightplane.v1 import rollout_pb2
 

@@ -297,7 +297,7 @@ def test_a_source_that_holds_a_part_is_refused_with_what_it_lacks() -> None:
 
 
 @pytest.mark.real
-def test_it_has_every_method_of_vllms_protocol_with_the_same_parameters() -> None:
+def test_the_client_has_every_method_of_vllms_protocol_with_the_same_parameters() -> None:
     base: Any = pytest.importorskip("vllm.distributed.weight_transfer.base")
     assert isinstance(WeightplaneSyncClient("nowhere:1"), base.VLLMWeightSyncClient)
     theirs = {n: f for n, f in vars(base.VLLMWeightSyncClient).items() if inspect.isfunction(f) and n[0] != "_"}

@@ -128,7 +128,7 @@ async def test_a_worker_that_fails_to_sleep_or_wake_is_told_to_whoever_asked(rig
 @pytest.mark.parametrize(
     ("asked", "platform", "able"), [(True, True, True), (True, False, False), (False, True, False)]
 )
-def test_it_can_sleep_where_the_platform_has_it_and_it_was_asked_for(
+def test_an_engine_can_sleep_where_the_platform_has_it_and_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, asked: bool, platform: bool, able: bool
 ) -> None:
     from vllm import platforms
