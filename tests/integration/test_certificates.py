@@ -34,7 +34,8 @@ from weightplane.v1 import (
     operator_pb2_grpc,
 )
 
-SECONDS = 5.0
+SECONDS = 60.0
+"""Longest of a call that is answered."""
 
 
 # ---- certificates that are not good, and why ----

@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import pytest
+
 from controlplane.rollout.adapters.slime import generate_rollout
 from controlplane.rollout.sample import SPANS_KEY
 from engine_agent.memory.engine import token_of, weights_of
+from tests.cases.engines import lay_hands
 from tests.support.eventually import eventually
 from tests.support.local_fleet import SHAPES, LocalFleet, Weights, local_fleet
 from tests.support.slime_types import DataSource, Sample, arguments, word_tokenizer
@@ -40,7 +43,12 @@ async def running(fleet: LocalFleet) -> bool:
     return sum([(await fleet.status(f"e{i}")).live_requests for i in range(2)]) >= 4
 
 
-async def test_inv11_samples_of_a_partial_rollout_are_true_span_by_span_over_an_update(tmp_path: Path) -> None:
+async def test_inv11_samples_of_a_partial_rollout_are_true_span_by_span_over_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hands = lay_hands(monkeypatch)
+    for engine_id in ("e0", "e1"):
+        hands[engine_id].limit_samples(TOKENS // 2)
     async with local_fleet(tmp_path, seconds_per_token=0.01, max_requests=2) as fleet:
         versions = {1: Weights(), 2: Weights()}
         await fleet.push(versions[1])
@@ -51,6 +59,8 @@ async def test_inv11_samples_of_a_partial_rollout_are_true_span_by_span_over_an_
         rolling = asyncio.create_task(asyncio.to_thread(generate_rollout, args, 0, source))
         await eventually(lambda: running(fleet))
         await fleet.push(versions[2])
+        for hand in hands.values():
+            hand.limit_samples(None)
         (first,) = await rolling
         for sample in first:
             sample.check()

@@ -171,7 +171,7 @@ def engine_settings(
         state_dir=fleet.directory / "engines",
         backend="memory",
         memory=MemorySettings(tensors={**tensors, "tied": tensors["embed"]}, **memory),
-        **{"stream_idle_seconds": 5.0, **more},
+        **{"stream_idle_seconds": 20.0, **more},
     )
 
 
