@@ -49,7 +49,7 @@ async def test_inv11_samples_of_a_partial_rollout_are_true_span_by_span_over_an_
     hands = lay_hands(monkeypatch)
     for engine_id in ("e0", "e1"):
         hands[engine_id].limit_samples(TOKENS // 2)
-    async with local_fleet(tmp_path, seconds_per_token=0.01, max_requests=2) as fleet:
+    async with local_fleet(tmp_path, seconds_per_token=0.03, max_requests=2) as fleet:
         versions = {1: Weights(), 2: Weights()}
         await fleet.push(versions[1])
         source = DataSource([[1, 2], [3, 4], [5, 6]])

@@ -256,6 +256,7 @@ async def test_a_finished_call_has_its_reason_and_its_usage() -> None:
         (asyncio.CancelledError(), None, "cancelled", ""),
         (GeneratorExit(), 5.0, "cancelled", ""),
         (asyncio.CancelledError(), 0.0, "deadline", "DEADLINE_EXCEEDED"),
+        (asyncio.CancelledError(), 0.1, "deadline", "DEADLINE_EXCEEDED"),  # it began to count before us
         (EngineDied(engine_id="e", cause="killed"), None, "lost", "ENGINE_DIED"),
         (EnginePoisoned(engine_id="e", cause="a mixture"), None, "refused", "ENGINE_POISONED"),
         (ValueError("a secret"), None, "failed", "ValueError"),
