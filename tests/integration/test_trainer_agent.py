@@ -270,10 +270,10 @@ async def test_a_restarted_coordinator_finds_the_same_trainer_with_the_same_term
 
 
 async def test_a_lease_that_another_trainer_holds_is_named_with_its_holder(tmp_path: Path) -> None:
-    async with fleet_for_toys(tmp_path, engines=1, lease_ttl_seconds=30.0) as fleet:
+    async with fleet_for_toys(tmp_path, engines=1, lease_ttl_seconds=200.0) as fleet:
         await fleet.take_lease(trainer_id="other")
         async with toy_trainer(fleet.address) as trainer:
-            ranks = await trainer.start_ranks(Script(join_timeout=20.0))
+            ranks = await trainer.start_ranks(Script(join_timeout=8.0))
             assert await codes(ranks) == [0, 0]
             assert [r.said("refused")[0]["reason"] for r in ranks] == ["LEASE_HELD"] * 2
             assert "other" in ranks[0].said("refused")[0]["text"]

@@ -113,7 +113,7 @@ async def installed(life: EngineLife, number: int) -> int:
     life.apply(events.BytesVerified(number))
     effects = life.apply(events.CommitArrived(number, version, 1, 16, content_digest([checksum])))
     life.start_install(next(x for x in effects if isinstance(x, events.StartInstall)))
-    await asyncio.wait_for(life.outcome(update), 5)
+    await asyncio.wait_for(life.outcome(update), 60)
     await asyncio.sleep(0)
     return inode
 
