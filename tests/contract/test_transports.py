@@ -39,7 +39,7 @@ from trainer_agent.rank import PushReport
 from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass(frozen=True)

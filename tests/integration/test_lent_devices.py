@@ -20,7 +20,7 @@ from tests.support.thread_rank import ThreadRank
 from tests.support.toy_trainer import EngineProcess, ToyTrainer, fleet_for_toys, toy_trainer
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 LEASE_SECONDS = 1.5
 WATCH_SECONDS = 2.0

@@ -24,7 +24,7 @@ from tests.support.thread_rank import Source, ThreadRank
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, start_engine, toy_trainer
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = re.compile(r"<!-- run by tests/integration/test_time_sharing.py -->\n```python\n(.*?)```", re.DOTALL)
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
