@@ -131,6 +131,8 @@ class CallTrace:
 
 
 UNTRACED = CallTrace(None, on=False)
+SOONER_SECONDS = 0.25
+"""A caller counts from when it asked, we from when that came: by so much its time may be over sooner than ours."""
 
 
 @contextmanager
@@ -143,7 +145,7 @@ def trace_call(
         yield trace
     except (asyncio.CancelledError, GeneratorExit):
         left = time_left()
-        if left is not None and left <= 0:
+        if left is not None and left <= SOONER_SECONDS:
             trace.end(name, "deadline", DeadlineExceeded.reason, "the caller's time was over")
         else:
             trace.end(name, "cancelled")

@@ -14,7 +14,7 @@ from weightplane.v1 import rollout_pb2
 
 PROMPT = (1, 2, 3)
 VOCAB_SIZE = 256
-WITHIN = 20.0
+WITHIN = 60.0
 """Seconds that nothing here takes, on a busy machine too."""
 
 Span = tuple[int, int, int]

@@ -6,6 +6,7 @@ Real ranks under a real trainer agent, real engine agents; what fails is armed b
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, segments, toy_trainer
+from trainer_agent.agent import pusher
 from trainer_agent.agent.stuck import LOOK_SECONDS
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import (
@@ -34,16 +36,25 @@ from weightplane.v1 import (
     weight_update_pb2_grpc,
 )
 
-PUSH_SECONDS = 4.0
-"""Below the time that a repeat would need, so that the first failure is the push's."""
+PUSH_SECONDS = 60.0
+PROMPTLY = 30.0
+"""An error does not wait for the push's limit, whatever else the machine does."""
+MUTE_SECONDS = 5.0
+"""Time enough to come to the engine."""
 MARGIN = LOOK_SECONDS + 20.0
 """Beyond a limit: who was waited for is looked at first, and the machine may be busy."""
+
+
+@pytest.fixture(autouse=True)
+def _no_push_is_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first failure is the push's."""
+    monkeypatch.setattr(pusher, "RETRY_SECONDS_LEFT", math.inf)
 
 
 async def pushed_in_vain(trainer: ToyTrainer, **script: Any) -> tuple[dict[str, Any], float]:
     """One rank pushes once. How it failed, and how many seconds it took from its join to its end."""
     (rank,) = await trainer.start_ranks(Script(**{"steps": 1, "push_timeout": PUSH_SECONDS} | script), world=1)
-    await eventually(lambda: bool(rank.said("joined")), within=60)
+    await eventually(lambda: bool(rank.said("joined")), within=120)
     began = time.monotonic()
     assert await rank.code() == 0
     (failure,) = rank.said("failed")
@@ -77,7 +88,7 @@ async def test_P4_a_failed_install_reaches_the_caller_in_the_engines_own_words(
     assert "e0 FAILED (INSTALL_FAILED" in failure["text"]
     assert "e1 FAILED (INSTALL_FAILED" in failure["text"]
     assert words in failure["text"]
-    assert seconds < PUSH_SECONDS + MARGIN
+    assert seconds < PROMPTLY
     assert segments() == []
 
 
@@ -91,7 +102,7 @@ async def test_P4_an_engine_that_dies_in_its_install_is_named_with_its_last_word
         hands["e0"].fail("half", EngineDied("e0", words))
         failure, seconds = await pushed_in_vain(trainer)
     assert failure["reason"] == "UPDATE_FAILED"
-    assert seconds < PUSH_SECONDS + MARGIN
+    assert seconds < PROMPTLY
     assert words in failure["text"]
 
 
@@ -108,7 +119,7 @@ async def test_P4_an_install_that_hangs_ends_the_push_at_the_coordinators_limit(
         stands.go.set()
     assert failure["reason"] == "UPDATE_FAILED"
     assert "no outcome before the deadline" in failure["text"]
-    assert seconds < PUSH_SECONDS + MARGIN
+    assert seconds < PROMPTLY
 
 
 class Mute(weight_update_pb2_grpc.WeightUpdateServicer):
@@ -148,11 +159,11 @@ async def test_P4_an_engine_that_says_nothing_more_is_named_at_the_pushs_deadlin
         session: Any = fleet_pb2_grpc.FleetStub(fleet.channel(fleet.address)).Session()
         await session.write(fleet_pb2.SessionRequest(engine_hello=_hello_of_mute(server.address)))
         await fleet.wait_for_engines(1)
-        failure, seconds = await pushed_in_vain(trainer)  # time enough to come to the engine
+        failure, seconds = await pushed_in_vain(trainer, push_timeout=MUTE_SECONDS)
         assert mute.heard.is_set()
         assert failure["reason"] == "DEADLINE_EXCEEDED"
         assert "mute" in failure["text"]
-        assert seconds < PUSH_SECONDS + MARGIN
+        assert seconds < MUTE_SECONDS + MARGIN
         await asyncio.wait_for(mute.over.wait(), MARGIN)
         session.cancel()
     await server.stop()
@@ -183,7 +194,7 @@ async def test_P4_a_source_that_raises_ends_the_engines_streams_with_its_text(tm
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
         failure, seconds = await pushed_in_vain(trainer, spoil="raise")
         assert failure["text"] == "the source broke"
-        assert seconds < PUSH_SECONDS + MARGIN
+        assert seconds < PROMPTLY
         for engine_id in ("e0", "e1"):
             update = await aborted(fleet, engine_id)
             assert_told_or_cut(update.error_message, "the source broke")
@@ -203,7 +214,7 @@ async def test_P4_a_rank_that_is_killed_ends_the_engines_streams_by_name(
         assert await rank.code() < 0
         died = time.monotonic()
         update = await aborted(fleet, "e0")
-        assert time.monotonic() - died < PUSH_SECONDS
+        assert time.monotonic() - died < PROMPTLY
         assert_told_or_cut(update.error_message, "rank 0")
         assert await fleet.applied("e0") is None
         (failed,) = (await fleet.view()).updates

@@ -21,9 +21,9 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, RUN, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
-TTL = 1.0
-MARGIN = 1.0
-"""Seconds beyond a time limit that a busy machine may take."""
+TTL = 2.0
+MARGIN = 20.0
+"""Seconds beyond a time limit that a busy machine may take; other limits are 60 s at least."""
 
 
 class OwnersBug(Exception):
@@ -129,7 +129,7 @@ async def test_P5_an_update_that_nobody_carries_on_ends_by_its_own_limit(fleet: 
     )
     request.ready_limit.FromMilliseconds(700)
     began = time.monotonic()
-    forgotten = await fleet.fleet.BeginUpdate(request, timeout=5)
+    forgotten = await fleet.fleet.BeginUpdate(request, timeout=60)
     with refusals("UPDATE_IN_PROGRESS") as got:
         await fleet.begin()
     assert isinstance(got[0], UpdateInProgress)
@@ -161,7 +161,7 @@ async def test_P5_an_update_whose_commit_never_comes_ends_by_the_limit_of_go(tmp
 
 # ---- the engine's slot --------------------------------------------------------------------------
 
-IDLE = 0.4
+IDLE = 1.0
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS, ids=transport_name)
@@ -171,7 +171,7 @@ async def test_P5_an_engine_is_free_again_whatever_became_of_the_one_that_wrote_
 ) -> None:
     """The next writer, of the same term, is not told UPDATE_IN_PROGRESS for longer than the stream's limit."""
     async with case_fleet(tmp_path, engines=0) as fleet:
-        fleet.start_engine_at("e0", stream_idle_seconds=IDLE)
+        fleet.start_engine_at("e0", stream_idle_seconds=IDLE if how == "falls_silent" else 60.0)
         await fleet.wait_for_engines(1)
         begun = await fleet.begin()
         owner = fleet.delivery(begun, "e0", fleet.cargo(Weights(), transport))

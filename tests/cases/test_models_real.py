@@ -146,7 +146,7 @@ async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_
     before = await rig.pushed(old)
     stale = await rig.says()
     async with thirty_two(rig) as samples:
-        number = await rig.pushed(replace(new, pause=(mode, 30.0, "keep")))
+        number = await rig.pushed(replace(new, pause=(mode, 80.0, "keep")))
     both = [made for made in samples if [span.version.number for span in made[1].spans] == [before, number]]
     cut = [made for made in samples if made[1].finish_reason == "abort"]
     whole = [made for made in samples if made[1].finish_reason == "length" and len(made[1].tokens) == LENGTH]
@@ -223,7 +223,7 @@ async def test_a_score_that_an_install_comes_into_is_refused_and_asked_again_by_
     async def by_hand() -> None:
         while not over.is_set():
             try:
-                answers.append(await stub.Score(request, timeout=60))
+                answers.append(await stub.Score(request, timeout=150))
             except grpc.aio.AioRpcError as error:
                 cut.append(error)
 
@@ -234,7 +234,7 @@ async def test_a_score_that_an_install_comes_into_is_refused_and_asked_again_by_
     async with asyncio.TaskGroup() as group:
         for work in [by_hand] * 16 + [by_client] * 16:
             group.create_task(work())
-        await eventually(lambda: len(answers) > 16, within=60)
+        await eventually(lambda: len(answers) > 16)
         by[await rig.pushed(Order(94))] = Order(94)
         over.set()
     assert cut
@@ -263,8 +263,8 @@ async def test_R4_a_client_that_goes_away_or_is_out_of_time_leaves_nothing_runni
     assert (await rig.fleet.status("e0")).live_requests >= len(calls), "they ended by themselves: nothing was tried"
     for call in calls:
         call.cancel()
-    await eventually(lambda: live(rig, 0, 0), within=5)
-    await eventually(rig.llms[-1].reset_prefix_cache, within=5)
+    await eventually(lambda: live(rig, 0, 0))
+    await eventually(rig.llms[-1].reset_prefix_cache)
 
 
 async def live(rig: Rig, requests: int, waiting: int) -> bool:

@@ -106,7 +106,7 @@ async def test_V8_a_coordinator_that_lost_its_ledger_gives_no_number_that_was_gi
         await fleet.new_trainer("next", takeover=True)
     assert await fleet.applied("e0") == 3
     stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
-    await stub.AcceptLedger(operator_pb2.AcceptLedgerRequest(accepted_by="me"), timeout=5)
+    await stub.AcceptLedger(operator_pb2.AcceptLedgerRequest(accepted_by="me"), timeout=60)
     await fleet.wait_for_engines(1)  # everybody comes anew
     assert (await fleet.new_trainer("next", takeover=True)).term > 1
     assert (await fleet.deliver(local_fleet.Weights(), step=1)).version.number == 4
@@ -240,7 +240,7 @@ async def test_V11_a_route_without_a_version_is_no_route_to_version_zero() -> No
     servers = [await serve_fleet(fake), await serve_engine(unset), await serve_engine(zero)]
     try:
         fake.publish(unset, zero)
-        async with RolloutClient(servers[0].address, wait_seconds=2.0) as rollouts:
+        async with RolloutClient(servers[0].address, wait_seconds=60.0) as rollouts:
             for _ in range(4):
                 sample = await rollouts.generate(
                     PROMPT, SamplingSettings(max_tokens=1), min_version=WeightVersion(0, Term(0))

@@ -91,7 +91,7 @@ async def test_s1_a_pickle_sent_to_every_rpc_is_refused_and_never_loaded(tmp_pat
             (endpoint, {f"weightplane.v1.{name}" for name in ("WeightUpdate", "Rollout", "Lifecycle")}),
         ):
             rpcs = list(every_rpc(services))
-            ended = await asyncio.gather(*(rpc.call(fleet.channel(address), [payload], 5) for rpc in rpcs))
+            ended = await asyncio.gather(*(rpc.call(fleet.channel(address), [payload], 60) for rpc in rpcs))
             told = {rpc.path: type(error) for rpc, error in zip(rpcs, ended, strict=True)}
             assert set(told.values()) == {e.FrameInvalid}, told
         assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
@@ -190,4 +190,4 @@ def test_s4_metrics_answer_on_ipv6() -> None:
     port = free_port()
     serve_metrics(f"[::1]:{port}")
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    assert b"weightplane_refusals" in opener.open(f"http://[::1]:{port}/metrics", timeout=5).read()
+    assert b"weightplane_refusals" in opener.open(f"http://[::1]:{port}/metrics", timeout=60).read()

@@ -153,7 +153,7 @@ async def test_G4_a_misfit_that_came_while_the_trainer_was_away_fails_no_plan_an
 
     async def left_out() -> list[tuple[str, str]]:
         """Once its lease could be taken over, so that it is not sure that the trainer comes back."""
-        found = await stub.Plan(operator_pb2.PlanRequest(model="policy"), timeout=5)
+        found = await stub.Plan(operator_pb2.PlanRequest(model="policy"), timeout=60)
         assert found.left_out, "it is not known yet"
         return [(e.engine_id, e.cause) for e in found.left_out]
 

@@ -7,6 +7,7 @@ over real gRPC, shared memory and gloo. The engines are in memory: their tokens 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import threading
 import time
@@ -33,11 +34,13 @@ from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.thread_rank import Source, ThreadRank, tokens_of
 from tests.support.toy_rank import tensors_of
 from tests.support.toy_trainer import SMALL_CHUNK_BYTES, ToyTrainer, fleet_for_toys, toy_trainer
+from trainer_agent.agent import pusher
 from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.rank import PushReport
 from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,11 @@ class Both:
     fleet: LocalFleet
     trainer: ToyTrainer
     rank: ThreadRank
+
+    async def push(self, step: int) -> PushReport:
+        """Every engine is waited for: their gates are open."""
+        await self.fleet.settled()
+        return await self.rank.push(step)
 
     async def holds(self, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine has exactly these bytes."""
@@ -143,7 +151,7 @@ async def test_three_updates_in_a_row_arrive_bit_for_bit_split_tensors_and_odd_s
 ) -> None:
     async with both_sides(tmp_path, way) as both:
         for step in (1, 2, 3):
-            report = await both.rank.push(step)
+            report = await both.push(step)
             assert report.outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
@@ -161,13 +169,13 @@ async def test_the_bytes_go_by_this_way_and_by_no_other(tmp_path: Path, way: Way
 async def test_g8_an_empty_chunk_is_legal(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, tensors=nothing) as both:
         for step in (1, 2):
-            assert (await both.rank.push(step)).outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+            assert (await both.push(step)).outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
 
 
 @every_way
 async def test_tensors_that_are_no_runs_of_memory_arrive_as_their_logical_values(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, engines=1, tensors=strided) as both:
-        await both.rank.push(1)
+        await both.push(1)
         assert await both.holds("e0", strided(1))
 
 
@@ -176,14 +184,14 @@ async def test_an_update_given_up_in_the_middle_frees_both_sides_and_the_next_on
     tmp_path: Path, way: Way
 ) -> None:
     async with both_sides(tmp_path, way) as both:
-        await both.rank.push(1)
+        await both.push(1)
         both.rank.source.before = raising_at("head")
         with pytest.raises(ValueError, match="the source broke"):
-            await both.rank.push(2)
+            await both.push(2)
         await eventually(lambda: nothing_staged(own_segments=1))
         assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
         both.rank.source.before = lambda name: None
-        await both.rank.push(3)
+        await both.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
 
 
@@ -192,7 +200,7 @@ async def test_a_sender_that_dies_in_the_middle_leaves_engines_free_and_with_wha
     tmp_path: Path, way: Way
 ) -> None:
     async with both_sides(tmp_path, way) as both:
-        await both.rank.push(1)
+        await both.push(1)
 
         def die(name: str) -> None:
             if name == "head":
@@ -201,7 +209,7 @@ async def test_a_sender_that_dies_in_the_middle_leaves_engines_free_and_with_wha
 
         both.rank.source.before = die
         with pytest.raises((Dead, ValueError)):  # what is left of it finds its socket closed
-            await both.rank.push(2)
+            await both.push(2)
         await eventually(lambda: nothing_staged(own_segments=0))
         assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
 
@@ -211,7 +219,7 @@ async def test_an_engine_that_goes_in_the_middle_does_not_keep_the_others_from_t
     tmp_path: Path, way: Way
 ) -> None:
     async with both_sides(tmp_path, way) as both:
-        await both.rank.push(1)
+        await both.push(1)
         loop, gone = asyncio.get_running_loop(), threading.Event()
 
         async def stop() -> None:
@@ -221,10 +229,10 @@ async def test_an_engine_that_goes_in_the_middle_does_not_keep_the_others_from_t
         def wait_for_the_end_of_e1(name: str) -> None:
             if name == "layer.1" and not gone.is_set():
                 asyncio.run_coroutine_threadsafe(stop(), loop)
-                assert gone.wait(20)
+                assert gone.wait(60)
 
         both.rank.source.before = wait_for_the_end_of_e1
-        report = await both.rank.push(2)
+        report = await both.push(2)
         assert report.outcomes["e0"] == "APPLIED"
         assert await both.holds("e0", tensors_of(2))
 
@@ -236,9 +244,9 @@ async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
     """Readers of the sender's memory come late to each chunk, while the rank exports as fast as it may: every byte's
     checksum was made at the export and is compared after the reading (G6)."""
     slow_readers(monkeypatch)
-    async with both_sides(tmp_path, way, push_timeout=20.0) as both:
+    async with both_sides(tmp_path, way, push_timeout=100.0) as both:
         for step in (1, 2):
-            report = await both.rank.push(step)
+            report = await both.push(step)
             assert report.version.number == step, "no attempt failed"
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
@@ -247,15 +255,16 @@ async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
 async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_stays(
     tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with both_sides(tmp_path, way, push_timeout=4.0) as both:
-        await both.rank.push(1)
+    async with both_sides(tmp_path, way) as both:
+        await both.push(1)
         with monkeypatch.context() as patch:
+            patch.setattr(pusher, "RETRY_SECONDS_LEFT", math.inf)
             spoil_exports(patch)
             with capture_logs() as logs, pytest.raises((UpdateFailed, LinkFailed)):
-                await both.rank.push(2)
+                await both.push(2)
         assert "CHECKSUM_MISMATCH" in [line.get("reason") for line in logs if line["event"] == "call_refused"]
         assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
-        await both.rank.push(3)
+        await both.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
 
 
@@ -265,7 +274,7 @@ async def test_by_checkpoint_a_late_engine_gets_the_same_bytes_without_a_sender(
 ) -> None:
     kept = next(w for w in WAYS if w.checkpoints)
     async with both_sides(tmp_path, kept, engines=1, tensors=tensors) as both:
-        await both.rank.push(1)
+        await both.push(1)
         late = engine(both.fleet, "late", tensors(0), checkpoint_root=tmp_path / "checkpoints")
         both.fleet._start("late", run_engine, late)
         await both.fleet.wait_for_engines(2)
@@ -273,14 +282,14 @@ async def test_by_checkpoint_a_late_engine_gets_the_same_bytes_without_a_sender(
         async def has_it() -> bool:
             return await both.fleet.applied("late") == 1
 
-        await eventually(has_it, within=20)
+        await eventually(has_it)
         assert await both.holds("late", tensors(1))
 
 
 @every_ring
 async def test_m5_a_sender_that_only_copies_keeps_two_chunks_and_not_the_weights(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, engines=1) as both:
-        await both.rank.push(1)
+        await both.push(1)
         total = sum(t.nbytes for t in tensors_of(1).values())
         assert segment_bytes() == 2 * SMALL_CHUNK_BYTES < total
 

@@ -22,7 +22,7 @@ from controlplane.rollout.client import RolloutClient
 from controlplane.tracing.otlp import OtlpTracer
 from tests.cases.engines import Hands
 from tests.support import checkpoint_fleet as by_checkpoint
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, LocalFleet, Weights, local_fleet
 from tests.support.otlp_collector import Kept, kept_spans
 from tests.support.ports import free_port
@@ -30,6 +30,8 @@ from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 CALLER = SpanRef(0xABC, 0xDEF, True)
 SLOW = 0.002
+DEADLINE_SECONDS = 2.0
+"""Of a call that is in the engine long before it."""
 
 
 @pytest.fixture
@@ -62,7 +64,9 @@ def ask(tokens: int, name: str = "sample", **more: Any) -> rollout_pb2.GenerateR
 
 
 def called(stub: Any, request: rollout_pb2.GenerateRequest, **how: Any) -> Any:
-    return stub.Generate(request, metadata=(("traceparent", CALLER.traceparent),), **{"timeout": 20, **how})
+    return stub.Generate(
+        request, metadata=(("traceparent", CALLER.traceparent),), **{"timeout": PATIENCE_SECONDS, **how}
+    )
 
 
 async def span_of(kept: Kept, name: str = "Generate") -> SpanRecord:
@@ -88,7 +92,7 @@ async def test_a_finished_sample_has_usage_versions_and_its_callers_trace(fleet:
         "gen_ai.usage.cache_read.input_tokens": 0,
     }
     assert {key: span.attributes.get(key) for key in expected} == expected
-    assert float(str(span.attributes["weightplane.queue_seconds"])) < 1.0
+    assert float(str(span.attributes["weightplane.queue_seconds"])) < PATIENCE_SECONDS
     assert span.end - span.start >= 5 * SLOW * 1e9
 
 
@@ -102,10 +106,12 @@ async def test_a_caller_that_goes_away_ends_the_span_as_cancelled(fleet: LocalFl
     assert int(str(span.attributes["gen_ai.usage.output_tokens"])) >= 1
 
 
-async def test_a_deadline_that_passes_is_an_error_of_the_span(fleet: LocalFleet, kept: Kept) -> None:
+async def test_a_deadline_that_passes_is_an_error_of_the_span(hands: Hands, fleet: LocalFleet, kept: Kept) -> None:
+    hands["e0"].limit_samples(1)
+    call = called(await engine_stub(fleet), ask(2000), timeout=DEADLINE_SECONDS)
+    await call.read()
     with pytest.raises(grpc.aio.AioRpcError):
-        async for _ in called(await engine_stub(fleet), ask(2000), timeout=0.2):
-            pass
+        await call.read()
     span = await span_of(kept)
     assert (span.attributes["weightplane.outcome"], span.error) == ("deadline", "DEADLINE_EXCEEDED")
 
@@ -114,7 +120,9 @@ async def test_an_abort_and_a_refusal_are_ends_too(fleet: LocalFleet, kept: Kept
     stub = await engine_stub(fleet)
     call = called(stub, ask(2000))
     await call.read()
-    await stub.Abort(rollout_pb2.AbortRequest(run_id=RUN, model="policy", request_ids=["sample"]), timeout=5)
+    await stub.Abort(
+        rollout_pb2.AbortRequest(run_id=RUN, model="policy", request_ids=["sample"]), timeout=PATIENCE_SECONDS
+    )
     while await call.read() is not grpc.aio.EOF:
         pass
     span = await span_of(kept)

@@ -198,7 +198,8 @@ async def test_a_corrupted_checkpoint_is_refused_hurts_nobody_and_is_tried_again
     for engine_id in ("e0", "e1"):
         await says(fleet, engine_id, weights, 1)
     status = await fleet.status("e2")
-    assert (status.word, status.HasField("applied")) == ("empty", False)
+    assert status.word in ("empty", "receiving"), "it is tried again by and by"
+    assert not status.HasField("applied")
     view = await view_of(fleet, "e2")
     assert view is not None
     assert (view.routable, view.desired.number) == (False, 1)

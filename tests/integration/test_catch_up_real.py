@@ -73,7 +73,7 @@ async def generate(fleet: LocalFleet, engine_id: str, count: int) -> tuple[list[
     request = rollout_pb2.GenerateRequest(run_id=RUN, model="policy", prompt_token_ids=PROMPT, sampling=sampling)
     tokens: list[int] = []
     finish = rollout_pb2.Finish()
-    async for response in stub.Generate(request, timeout=60):
+    async for response in stub.Generate(request, timeout=150):
         tokens += response.token_ids
         finish = response.finish
     return tokens, [(s.version.number, s.start, s.end) for s in finish.spans]

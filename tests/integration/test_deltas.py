@@ -46,6 +46,7 @@ class Job:
 
     async def learn(self, step: int, elements: int = 20, **how: Any) -> str:
         """A step and its push. How it ended, on every rank."""
+        await self.fleet.settled()
         self.weights.learn(step, elements)
         return outcome(await self.ranks.all("learn_and_push", step=step, elements=elements, **how))
 
@@ -54,6 +55,7 @@ class Job:
 
     async def become(self, step: int) -> str:
         """Other weights altogether."""
+        await self.fleet.settled()
         self.weights.become(step)
         return outcome(await self.ranks.all("push", step=step))
 
@@ -267,6 +269,7 @@ async def test_weights_that_change_once_they_were_read_change_neither_the_delta_
 ) -> None:
     async with job(tmp_path, keepers=("e0",)) as run:
         await run.learn(1)
+        await run.fleet.settled()
         await run.ranks.all("learn_and_push_async", step=2)
         run.weights.learn(2, 20)
         assert outcome(await run.ranks.all("applied", step=2)) == "COMMITTED"

@@ -223,4 +223,4 @@ async def abandon(fleet: LocalFleet, begun: fleet_pb2.BeginUpdateResponse) -> No
     request = fleet_pb2.AbortUpdateRequest(
         run_id=RUN, update_id=begun.update_id, term=fleet.term, reason="the writer gave up"
     )
-    await fleet.fleet.AbortUpdate(request, timeout=5)
+    await fleet.fleet.AbortUpdate(request, timeout=60)

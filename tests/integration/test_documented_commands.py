@@ -18,7 +18,7 @@ from tests.support.documented_commands import ELSEWHERE, PAGES_WITH_A_TEST, RUN,
 from tests.support.documents import REPOSITORY, Command, blocks
 from tests.support.local_fleet import LocalFleet, Weights
 
-SECONDS = 120
+SECONDS = 240
 """For all of one test: four are usual."""
 
 

@@ -15,9 +15,10 @@ from controlplane.core.errors import DeadlineExceeded
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.memory.engine import MemoryEngine
+from tests.cases.engines import Hand, lay_hands
 from tests.cases.samples import PROMPT, LiveSample
 from tests.support.checkpoint_fleet import checkpoint_fleet
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, LocalFleet, Weights
 from weightplane.v1 import (
     engine_pb2,
@@ -31,7 +32,10 @@ from weightplane.v1 import (
 
 pytestmark = pytest.mark.pure
 KEEP, ABORT, WAIT = pause_pb2.PAUSE_MODE_KEEP, pause_pb2.PAUSE_MODE_ABORT, pause_pb2.PAUSE_MODE_WAIT
-LONG = 4000
+PATIENCE = int(PATIENCE_SECONDS)
+HELD = 20
+"""Tokens at which a sample stands until it is let go."""
+LONG = 1000
 """Tokens of a request that does not end by itself in a test."""
 
 
@@ -50,8 +54,14 @@ def lives(monkeypatch: pytest.MonkeyPatch) -> list[EngineLife]:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, lives: list[EngineLife]) -> AsyncIterator[LocalFleet]:
-    async with checkpoint_fleet(tmp_path, 1, {"seconds_per_token": 0.002, "sleep_seconds": 0.05}) as running:
+def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
+    """On the one engine: where a sample must not end before something else is seen."""
+    return lay_hands(monkeypatch)["e0"]
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, lives: list[EngineLife], hand: Hand) -> AsyncIterator[LocalFleet]:
+    async with checkpoint_fleet(tmp_path, 1, {"seconds_per_token": 0.006, "sleep_seconds": 0.05}) as running:
         yield running
 
 
@@ -78,15 +88,15 @@ async def sample(fleet: LocalFleet, max_tokens: int, request_id: str = "") -> Li
         prompt_token_ids=PROMPT,
         sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
     )
-    request.wait.FromSeconds(20)
-    return LiveSample(stub.Generate(request, timeout=40))
+    request.wait.FromSeconds(PATIENCE)
+    return LiveSample(stub.Generate(request, timeout=2 * PATIENCE))
 
 
 async def told(fleet: LocalFleet, method: str, request: Any, **fields: Any) -> Any:
     """The answer of one Lifecycle call, in the name of `ann`."""
     view = await fleet.engine("e0")
     stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
-    return await getattr(stub, method)(request(run_id=RUN, engine=view.status.engine, **fields), timeout=20)
+    return await getattr(stub, method)(request(run_id=RUN, engine=view.status.engine, **fields), timeout=PATIENCE)
 
 
 async def pause(fleet: LocalFleet, **how: Any) -> lifecycle_pb2.PauseGenerationResponse:
@@ -117,11 +127,11 @@ def holds_of(status: engine_pb2.EngineStatus) -> set[str]:
 
 
 async def test_keep_lets_requests_stand_still_and_go_on_afterwards(fleet: LocalFleet, weights: Weights) -> None:
-    one = await sample(fleet, 300)
+    one = await sample(fleet, 100)
     await one.has(5)
     assert (await pause(fleet, mode=KEEP)).aborted_requests == 0
     await resume(fleet)
-    assert await one.checked_spans({1: weights}) == [(1, 0, 300)]
+    assert await one.checked_spans({1: weights}) == [(1, 0, 100)]
 
 
 async def test_abort_ends_each_request_with_the_spans_of_its_tokens(fleet: LocalFleet, weights: Weights) -> None:
@@ -138,12 +148,14 @@ async def test_abort_ends_each_request_with_the_spans_of_its_tokens(fleet: Local
     assert await (await sample(fleet, 5)).reason() == "LENGTH"
 
 
-async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: Weights) -> None:
-    one = await sample(fleet, 300)
+async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: Weights, hand: Hand) -> None:
+    hand.limit_samples(HELD)
+    one = await sample(fleet, 100)
     await one.has(5)
     pausing = asyncio.create_task(pause(fleet, mode=WAIT))
     await eventually(lambda: _held(fleet, "FINISHING"))
     outside = await sample(fleet, 5)
+    hand.limit_samples(None)
     answer = await pausing
     assert (answer.aborted_requests, holds_of(answer.status)) == (0, {"OPERATOR"})
     assert await one.reason() == "LENGTH"
@@ -192,12 +204,14 @@ async def test_what_follows_a_wait_is_no_other_wait(fleet: LocalFleet, weights: 
     assert await _is_open(fleet)
 
 
-async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, weights: Weights) -> None:
-    one = await sample(fleet, 300)
+async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, weights: Weights, hand: Hand) -> None:
+    hand.limit_samples(HELD)
+    one = await sample(fleet, 100)
     await one.has(5)
     pausing = asyncio.create_task(pause(fleet, mode=WAIT))
     await eventually(lambda: _held(fleet, "FINISHING"))
     pausing.cancel()
+    hand.limit_samples(None)
     assert await one.reason() == "LENGTH"
     await eventually(lambda: _held(fleet, "OPERATOR"))
     assert holds_of(await fleet.status("e0")) == {"OPERATOR"}
@@ -207,7 +221,7 @@ async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, 
 
 
 async def test_only_the_requests_that_are_named_end_and_those_once(fleet: LocalFleet, weights: Weights) -> None:
-    one, other = await sample(fleet, LONG, "one"), await sample(fleet, 300, "other")
+    one, other = await sample(fleet, LONG, "one"), await sample(fleet, 100, "other")
     await one.has(5)
     await other.has(5)
     named = {"request_ids": ["one", "nobody", "one"]}
@@ -215,7 +229,7 @@ async def test_only_the_requests_that_are_named_end_and_those_once(fleet: LocalF
     assert list(ended.request_ids) == ["one"]
     assert await one.reason() == "ABORT"
     assert await one.checked_spans({1: weights})
-    assert await other.checked_spans({1: weights}) == [(1, 0, 300)]
+    assert await other.checked_spans({1: weights}) == [(1, 0, 100)]
 
 
 # ---- caches -------------------------------------------------------------------------------------
@@ -238,17 +252,18 @@ def clearings(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
 async def test_a_flush_ends_no_request_and_borders_no_span(
     fleet: LocalFleet, weights: Weights, clearings: list[bool]
 ) -> None:
-    one = await sample(fleet, 300)
+    one = await sample(fleet, 100)
     await one.has(5)
     await flush(fleet)
     assert clearings == [True]
-    assert await one.checked_spans({1: weights}) == [(1, 0, 300)]
+    assert await one.checked_spans({1: weights}) == [(1, 0, 100)]
 
 
 async def test_R3_an_engine_that_does_not_stand_still_in_time_for_a_flush_names_its_requests_and_serves_on(
-    fleet: LocalFleet, weights: Weights, clearings: list[bool], monkeypatch: pytest.MonkeyPatch
+    fleet: LocalFleet, weights: Weights, clearings: list[bool], monkeypatch: pytest.MonkeyPatch, hand: Hand
 ) -> None:
-    one = await sample(fleet, 400, "slow")
+    hand.limit_samples(HELD)
+    one = await sample(fleet, 100, "slow")
     await one.has(5)
     asked = []
 
@@ -263,7 +278,8 @@ async def test_R3_an_engine_that_does_not_stand_still_in_time_for_a_flush_names_
     assert str(from_rpc_error(error.value)) == "quiesce: waited 1.0 s for e0, with 1 requests: slow"
     assert clearings == []
     assert len(asked) == 1
-    assert await one.checked_spans({1: weights}) == [(1, 0, 400)]
+    hand.limit_samples(None)
+    assert await one.checked_spans({1: weights}) == [(1, 0, 100)]
     assert await (await sample(fleet, 5)).reason() == "LENGTH"
 
 
@@ -277,11 +293,11 @@ async def test_a_flush_opens_no_gate(fleet: LocalFleet, weights: Weights, cleari
 async def test_a_draining_engines_requests_go_on_after_a_flush_also_under_a_version_of_yesterday(
     fleet: LocalFleet, weights: Weights
 ) -> None:
-    one = await sample(fleet, 400)
+    one = await sample(fleet, 100)
     await one.has(5)
     await told(fleet, "Drain", lifecycle_pb2.DrainRequest, owner="ann")
     await flush(fleet)
-    assert await one.checked_spans({1: weights}) == [(1, 0, 400)]
+    assert await one.checked_spans({1: weights}) == [(1, 0, 100)]
 
 
 async def test_an_engine_that_sleeps_has_no_cache_to_flush(fleet: LocalFleet, weights: Weights) -> None:
@@ -338,12 +354,14 @@ async def test_requests_that_take_longer_than_an_update_waits_are_kept_or_aborte
     assert status.update.timings.wait.ToMilliseconds() >= 50
 
 
-async def test_nobody_enters_while_an_update_waits(fleet: LocalFleet, weights: Weights) -> None:
+async def test_nobody_enters_while_an_update_waits(fleet: LocalFleet, weights: Weights, hand: Hand) -> None:
+    hand.limit_samples(HELD)
     running = await sample(fleet, 200)
     await running.has(3)
     update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
     await eventually(lambda: _installs(fleet))
     late = await sample(fleet, 2)
+    hand.limit_samples(None)
     assert (await update).version.number == 2
     assert await late.reason() == "LENGTH"
     assert late.numbers == [2, 2]

@@ -15,14 +15,15 @@ from controlplane.core.versions import Term, WeightVersion
 from controlplane.rollout.client import RolloutClient
 from tests.integration.test_fleet_commands import weightplane
 from tests.support.checkpoint_fleet import checkpoint_fleet, keep, routable, start_engine, words_of
+from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet, Weights
 
 OWNER = "ada"
-SECONDS = 15.0
+SECONDS = 60.0
 
 
 def at(fleet: LocalFleet, engine_id: str) -> orders.Target:
-    return orders.Target(fleet.address, engine_id, 5.0)
+    return orders.Target(fleet.address, engine_id, SECONDS)
 
 
 async def test_a_held_engine_serves_its_version_over_restarts_while_the_fleet_moves_on(tmp_path: Path) -> None:
@@ -59,6 +60,7 @@ async def test_only_a_client_that_asks_is_sent_to_a_held_engine_and_only_for_its
             for _ in range(3):
                 assert (await asks.generate([1, 2], sampling)).spans[0].version.number == 2
         async with RolloutClient(fleet.address, wait_seconds=0.5) as does_not_ask:
+            await eventually(lambda: does_not_ask.routes)
             with pytest.raises(e.VersionUnavailable):
                 await does_not_ask.generate([1, 2], sampling, exact_version=held)
 
@@ -88,9 +90,9 @@ async def test_a_paused_engine_says_what_became_of_its_requests_and_is_routable_
 
 async def test_an_engine_that_is_shut_down_has_left_when_the_command_ends(tmp_path: Path) -> None:
     async with checkpoint_fleet(tmp_path) as fleet:
-        code, out, err = await weightplane(fleet, "engines", "shutdown", "e1", "--wait", "15")
+        code, out, err = await weightplane(fleet, "engines", "shutdown", "e1", "--wait", "60")
         assert (code, out) == (0, "e1 left\n"), err
         assert [v.status.engine.engine_id for v in (await fleet.view()).engines] == ["e0"]
-        assert await asyncio.wait_for(fleet.tasks.pop("e1"), 20) == 0
+        assert await asyncio.wait_for(fleet.tasks.pop("e1"), SECONDS) == 0
         code, _, err = await weightplane(fleet, "engines", "drain", "e1")
         assert (code, err) == (1, "weightplane: no engine e1 is known; known are: e0\n")

@@ -14,7 +14,7 @@ from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.server import start_server
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.stream import Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.watch import UpdateWatch
@@ -145,7 +145,7 @@ class Attempt:
         await self.watch.take(fleet_pb2.UpdateState(update_id="u", phase=phase))
 
     async def end(self) -> StreamEnd:
-        return await asyncio.wait_for(self.task, 20)
+        return await asyncio.wait_for(self.task, PATIENCE_SECONDS)
 
 
 @asynccontextmanager

@@ -29,9 +29,10 @@ from trainer_agent.agent.settings import TrainerSettings
 from weightplane.local.v1 import member_pb2_grpc
 
 pytestmark = pytest.mark.pure
-SECONDS = 5.0
 OPEN_STREAM_SECONDS = 0.5
 """Longest that a stream which is let in is looked at."""
+REFUSAL_SECONDS = 60.0
+"""Longest that a refusal is waited for."""
 MEMBERS = "weightplane.local.v1.EngineMembers"
 TOLD = (e.Unauthenticated, e.PermissionDenied)
 
@@ -92,7 +93,7 @@ def _names(*names: str) -> frozenset[str]:
 
 async def _each(port: Port, tls: TlsSettings, rpcs: list[Rpc]) -> dict[str, e.WeightplaneError | None]:
     async with open_channel(port.address, tls) as channel:
-        ended = await asyncio.gather(*(rpc.call(channel, [], OPEN_STREAM_SECONDS * 10) for rpc in rpcs))
+        ended = await asyncio.gather(*(rpc.call(channel, [], REFUSAL_SECONDS) for rpc in rpcs))
     return {rpc.path: end for rpc, end in zip(rpcs, ended, strict=True)}
 
 

@@ -8,6 +8,7 @@ import math
 import os
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ from controlplane.exit_codes import ExitCode
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.server import start_server
 from tests.support.engine_by_hand import engine_that_says
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LocalFleet
-from tests.support.toy_rank import SHAPES, Script
-from tests.support.toy_trainer import RankProcess, fleet_for_toys, start_engine, toy_trainer
+from tests.support.obedient import ObedientRanks
+from tests.support.toy_rank import SHAPES
+from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 pytestmark = pytest.mark.timeout(240)
@@ -39,16 +41,24 @@ async def weightplane(fleet: LocalFleet, *words: str) -> tuple[int, str, str]:
         stderr=pipe,
         env=os.environ | {"NO_COLOR": "1", "TERM": "dumb"},
     )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), 120)
     return process.returncode or 0, out.decode(), err.decode()
 
 
 async def push(fleet: LocalFleet, root: Path, steps: int) -> None:
     async with toy_trainer(fleet.address, checkpoint_root=root, checkpoint_keep=9) as trainer:
-        # A checkpoint is written beside training: a push that comes before its end writes none.
-        ranks = await trainer.start_ranks(Script(steps=steps, pause_before_step=1.0))
-        assert [await r.code() for r in ranks] == [0, 0]
-    assert len((await fleet.view()).checkpoints) == steps
+        ranks = await ObedientRanks.start(trainer)
+        for step in range(1, steps + 1):
+            await fleet.settled()
+            assert [a["status"] for a in await ranks.all("push", step=step)] == ["COMMITTED"] * 2
+            # A checkpoint is written beside training: a push that comes before its end writes none.
+            await eventually(partial(_checkpoints, fleet, step))
+        assert await ranks.leave() == [0, 0]
+    await fleet.settled()
+
+
+async def _checkpoints(fleet: LocalFleet, count: int) -> bool:
+    return len((await fleet.view()).checkpoints) == count
 
 
 async def test_engines_shows_what_each_holds_and_what_is_true_of_it(tmp_path: Path) -> None:
@@ -76,16 +86,18 @@ def _true_of(engine: dict[str, Any]) -> set[str]:
 
 async def test_a_plan_names_bytes_and_memory_and_uses_no_number(tmp_path: Path) -> None:
     total = sum(math.prod(s) * 4 for s in SHAPES.values())
-    async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
-        ranks = await trainer.start_ranks(Script(pause_before_step=10))
-        await eventually(lambda: _has_trainer(fleet), within=60)
+    async with (
+        fleet_for_toys(tmp_path, lease_ttl_seconds=PATIENCE_SECONDS) as fleet,
+        toy_trainer(fleet.address) as trainer,
+    ):
+        ranks = await ObedientRanks.start(trainer)
         code, out, _ = await weightplane(fleet, "plan", "--json")
         said = json.loads(out)
         assert (code, said["rank_count"], said["load"]["byte_count"]) == (ExitCode.OK, 2, total)
         assert said["load"]["largest_module_bytes"] == math.prod(SHAPES["head"]) * 4
         async with engine_that_says(fleet):  # on another host, and for as long as it is not missed
             stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
-            said = plan_json(await stub.Plan(operator_pb2.PlanRequest(), timeout=10))
+            said = plan_json(await stub.Plan(operator_pb2.PlanRequest(), timeout=60))
         assert [(e["engine"], e["transport"], e["staging_bytes"]) for e in said["engines"]] == [
             ("by-hand", "inline", total),
             ("e0", "shared_memory", 0),
@@ -93,8 +105,8 @@ async def test_a_plan_names_bytes_and_memory_and_uses_no_number(tmp_path: Path) 
         ]
         assert "not broadcast: the engine does not receive it" in said["engines"][0]["reason"]
         assert [(s["rank"], s["memory_bytes"]) for s in said["senders"]] == [(0, total), (1, total)]
-        assert await _codes(ranks) == [0, 0]
-        assert ranks[0].said("pushed")[0]["version"] == 1
+        assert [a["version"] for a in await ranks.all("push", step=1)] == [1, 1]
+        assert await ranks.leave() == [0, 0]
 
 
 async def test_a_plan_that_would_be_refused_says_why_and_ends_with_1(tmp_path: Path) -> None:
@@ -102,19 +114,10 @@ async def test_a_plan_that_would_be_refused_says_why_and_ends_with_1(tmp_path: P
         code, out, err = await weightplane(fleet, "plan")
         assert (code, out) == (ExitCode.FAILED, "")
         assert err == "weightplane: INVALID_REQUEST: model: no trainer is known here\n"
-        await trainer.start_ranks(Script(pause_before_step=60))
-        await eventually(lambda: _has_trainer(fleet), within=60)
+        await ObedientRanks.start(trainer)
         code, out, _ = await weightplane(fleet, "plan", "policy")
         assert code == ExitCode.FAILED
         assert "would be refused: NO_ENGINES: no live, awake engine of model policy could take an update" in out
-
-
-async def _has_trainer(fleet: LocalFleet) -> bool:
-    return any(t.connected for t in (await fleet.view()).trainers)
-
-
-async def _codes(ranks: list[RankProcess]) -> list[int]:
-    return [await rank.code() for rank in ranks]
 
 
 async def test_a_rollback_to_what_nobody_kept_names_what_there_is(tmp_path: Path) -> None:
@@ -188,7 +191,7 @@ async def test_a_rollback_is_followed_over_a_restart_of_the_coordinator() -> Non
 
 
 async def test_an_older_ledger_is_accepted_once_and_the_fleet_goes_on_above_what_was_seen(tmp_path: Path) -> None:
-    async with fleet_for_toys(tmp_path) as fleet:
+    async with fleet_for_toys(tmp_path, lease_ttl_seconds=PATIENCE_SECONDS) as fleet:
         async with engine_that_says(fleet, max_number=50):
             _, out, _ = await weightplane(fleet, "status")
             assert "LEDGER REGRESSED" in out.splitlines()[1]

@@ -104,7 +104,7 @@ async def both_sides(
             fleet._start(engine_id, run_engine, settings)
         await fleet.wait_for_engines(len(engines))
         async with toy_trainer(fleet.address) as trainer:
-            rank = await ThreadRank.join(trainer.directory / "ranks.sock", source(step), 10.0)  # type: ignore[arg-type]
+            rank = await ThreadRank.join(trainer.directory / "ranks.sock", source(step))  # type: ignore[arg-type]
             try:
                 yield Both(fleet, rank, step)
             finally:

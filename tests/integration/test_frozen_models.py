@@ -18,7 +18,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import MemorySettings, initial_tensors, token_of, weights_of
 from tests.support.checkpoint_fleet import Person, open_directly, routable, start_engine
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, SHAPES, LocalFleet
 from weightplane.v1 import engine_pb2, fleet_pb2
 
@@ -65,9 +65,9 @@ async def test_an_engine_that_loaded_the_same_joins_and_one_that_did_not_is_refu
     start_engine(fleet, "e1", {"seed": 1}, initial="serve")
     await routable(fleet, "e1", 0)
     start_engine(fleet, "e2", {"seed": 2}, initial="serve")
-    assert await asyncio.wait_for(fleet.tasks.pop("e2"), 20) == ExitCode.CONFIG
+    assert await asyncio.wait_for(fleet.tasks.pop("e2"), PATIENCE_SECONDS) == ExitCode.CONFIG
     start_engine(fleet, "e3", {"seed": 1})  # it waits for a first push that nobody will make
-    assert await asyncio.wait_for(fleet.tasks.pop("e3"), 20) == ExitCode.CONFIG
+    assert await asyncio.wait_for(fleet.tasks.pop("e3"), PATIENCE_SECONDS) == ExitCode.CONFIG
     assert {e.status.engine.engine_id for e in (await fleet.view()).engines} == {"e0", "e1"}
 
 
@@ -97,7 +97,7 @@ async def test_a_frozen_model_takes_no_update_and_no_trainer(fleet: LocalFleet) 
 async def test_a_trained_model_takes_no_engine_that_serves_what_it_loaded(fleet: LocalFleet) -> None:
     await fleet.take_lease()
     start_engine(fleet, "e0", initial="serve")
-    assert await asyncio.wait_for(fleet.tasks.pop("e0"), 20) == ExitCode.CONFIG
+    assert await asyncio.wait_for(fleet.tasks.pop("e0"), PATIENCE_SECONDS) == ExitCode.CONFIG
 
 
 async def test_asleep_it_keeps_what_it_loaded_and_will_not_drop_it(fleet: LocalFleet) -> None:
@@ -123,7 +123,7 @@ async def test_a_frozen_model_is_served_again_after_a_restart_of_the_coordinator
     await eventually(lambda: _served(fleet))
     await fleet.stop("e0")
     start_engine(fleet, "e0", {"seed": 2}, initial="serve")
-    assert await asyncio.wait_for(fleet.tasks.pop("e0"), 20) == ExitCode.CONFIG
+    assert await asyncio.wait_for(fleet.tasks.pop("e0"), PATIENCE_SECONDS) == ExitCode.CONFIG
     start_engine(fleet, "e0", initial="serve")
     await eventually(lambda: _served(fleet))
     assert (await fleet.generate("e0", 3))[1] == [(0, 0, 3)]

@@ -24,7 +24,7 @@ from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Weights, local_fl
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "grpcurl.md"
 BIN = Path(sys.executable).parent
-COMMAND_SECONDS = 30
+COMMAND_SECONDS = 60
 
 
 @dataclass(frozen=True)

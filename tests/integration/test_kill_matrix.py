@@ -6,13 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.kill_matrix import matrix
 from tests.kill_matrix.fleet import Fleet, running_fleet
 from tests.kill_matrix.matrix import Backend, Outcome, cells
 from tests.kill_matrix.run import run_cell
 
 
-@pytest.mark.timeout(240)
-async def test_the_fleet_heals_from_a_kill_and_claims_nothing_wrong(tmp_path: Path) -> None:
+@pytest.mark.timeout(400)
+async def test_the_fleet_heals_from_a_kill_and_claims_nothing_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "HEAL_SECONDS", 120.0)  # how soon is the matrix's own matter, on a quiet machine
     async with running_fleet(tmp_path / "fleet") as fleet:
         await _heals(fleet, "between_chunks:leader", {Outcome.KEPT})
         await _heals(fleet, "mid_install:engine", {Outcome.COMMITTED, Outcome.DEGRADED, Outcome.KEPT})

@@ -44,12 +44,12 @@ class Coordinator:
         file.unlink(missing_ok=True)
         arguments = [str(limit), str(self.directory / "state"), str(file)]
         self.process = await asyncio.create_subprocess_exec(sys.executable, "-c", CODE, *arguments)
-        await eventually(file.exists, within=30)
+        await eventually(file.exists)
         return file.read_text()
 
     async def stop(self) -> int:
         self.process.terminate()
-        return await asyncio.wait_for(self.process.wait(), 20)
+        return await asyncio.wait_for(self.process.wait(), 60)
 
 
 async def take_lease(address: str, number: int) -> int:
@@ -63,7 +63,7 @@ async def take_lease(address: str, number: int) -> int:
         takeover=True,
     )
     async with open_channel(address) as channel:
-        call: Any = fleet_pb2_grpc.FleetStub(channel).Session(timeout=10)
+        call: Any = fleet_pb2_grpc.FleetStub(channel).Session(timeout=60)
         await call.write(fleet_pb2.SessionRequest(trainer_hello=hello))
         frame = await call.read()
         if frame is grpc.aio.EOF:
@@ -83,7 +83,7 @@ async def test_a_full_disk_ends_the_coordinator_and_every_term_that_was_told_is_
 
     with pytest.raises(grpc.aio.AioRpcError):
         await until_it_fails()
-    assert await asyncio.wait_for(coordinator.process.wait(), 20) == ExitCode.LEDGER
+    assert await asyncio.wait_for(coordinator.process.wait(), 60) == ExitCode.LEDGER
     assert told > 0
     again = await coordinator.start(0)
     assert await take_lease(again, MANY) == told + 1
@@ -95,6 +95,6 @@ async def test_a_migration_on_a_full_disk_leaves_the_older_ledger_as_it_was(tmp_
     before = ledger_v1.make(path)
     arguments = [str(NO_ROOM_BYTES), str(path.parent), str(tmp_path / "address")]
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", CODE, *arguments)
-    assert await asyncio.wait_for(process.wait(), 30) == ExitCode.LEDGER
+    assert await asyncio.wait_for(process.wait(), 60) == ExitCode.LEDGER
     assert not (tmp_path / "address").exists()
     assert (ledger_v1.version(path), ledger_v1.rows(path)) == (1, before)

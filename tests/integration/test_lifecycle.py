@@ -15,8 +15,8 @@ from controlplane.core.versions import Term, WeightVersion
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.daemon.agent import RESTART_WAIT_SECONDS
 from engine_agent.memory.engine import MemoryEngine
+from tests.cases.engines import lay_hands
 from tests.support.checkpoint_fleet import (
-    EngineProcess,
     Person,
     checkpoint_fleet,
     open_directly,
@@ -70,21 +70,34 @@ async def test_sleep_and_waking_are_idempotent(fleet: LocalFleet) -> None:
 
 
 async def test_a_call_that_is_given_up_in_the_middle_of_sleep_leaves_it_asleep_or_awake_and_nothing_between(
-    fleet: LocalFleet,
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights = Weights()
+    weights, begun, go, sleep = Weights(), asyncio.Event(), asyncio.Event(), MemoryEngine.sleep
+
+    async def when_let(engine: MemoryEngine, level: int) -> None:
+        begun.set()
+        await go.wait()
+        await sleep(engine, level)
+
+    monkeypatch.setattr(MemoryEngine, "sleep", when_let)
     await fleet.push(weights)
     me = Person(fleet, "e0")
     sample = await fleet.sample_in("e0", 200)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await me.sleep(timeout=0.05)
-    assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    sleeping = asyncio.create_task(me.sleep())
+    await eventually(begun.is_set)
+    sleeping.cancel()
+    assert (await fleet.status("e0")).word == "asleep"
+    go.set()
     assert (await fleet.status("e0")).word == "asleep"
     assert await open_reason(fleet) == "ENGINE_ASLEEP"
     await me.sleep()
     await me.wake()
     tokens, spans, _ = await sample
     assert (tokens[:4], spans) == (words_of(weights), [(1, 0, 200)])
+
+
+async def _is_unrouted(fleet: LocalFleet) -> bool:
+    return not (await fleet.engine("e0")).routable
 
 
 async def _lives(fleet: LocalFleet, count: int) -> bool:
@@ -109,29 +122,25 @@ async def test_words_for_another_life_change_nothing(fleet: LocalFleet) -> None:
     assert (status.word, status.gate_open, status.residency) == ("held", False, engine_pb2.RESIDENCY_AWAKE)
 
 
-async def test_in_mid_install_neither_a_resume_nor_waking_opens_the_gate_and_sleep_is_refused(tmp_path: Path) -> None:
-    async with checkpoint_fleet(tmp_path, 0) as fleet:
-        engine = await EngineProcess.start(fleet, "e0", "memory.install_seconds=0.5")
-        try:
-            await fleet.wait_for_engines(1)
-            await fleet.push(Weights())
-            me = Person(fleet, "e0")
-            await me.pause()
-            engine.hold_at("engine.mid_install")
-            push = asyncio.create_task(fleet.push(Weights()))
-            await engine.reached("engine.mid_install")  # the whole agent stands still, its old weights unset
-            calls = [asyncio.create_task(reason_or_status(c)) for c in (me.resume(), me.wake(), me.sleep())]
-            await asyncio.sleep(0.1)
-            engine.let_go("engine.mid_install")
-            resumed, woken, slept = await asyncio.gather(*calls)
-            for status in (resumed, woken):
-                assert isinstance(status, engine_pb2.EngineStatus)
-                assert (status.word, status.gate_open, status.HasField("applied")) == ("installing", False, False)
-            assert slept == "UPDATE_IN_PROGRESS"
-            assert (await push).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
-            assert (await fleet.generate("e0", 3))[1] == [(2, 0, 3)]
-        finally:
-            assert await engine.stop() == 0
+async def test_in_mid_install_neither_a_resume_nor_waking_opens_the_gate_and_sleep_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand = lay_hands(monkeypatch)["e0"]
+    async with checkpoint_fleet(tmp_path, 1) as fleet:
+        await fleet.push(Weights())
+        me = Person(fleet, "e0")
+        await me.pause()
+        held = hand.hold("half")
+        push = asyncio.create_task(fleet.push(Weights()))
+        await held.reached.wait()  # its weights are a mixture
+        resumed, woken, slept = [await reason_or_status(call) for call in (me.resume(), me.wake(), me.sleep())]
+        for status in (resumed, woken):
+            assert isinstance(status, engine_pb2.EngineStatus)
+            assert (status.word, status.gate_open, status.HasField("applied")) == ("installing", False, False)
+        assert slept == "UPDATE_IN_PROGRESS"
+        held.go.set()
+        assert (await push).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
+        assert (await fleet.generate("e0", 3))[1] == [(2, 0, 3)]
 
 
 async def reason_or_status(call: Awaitable[engine_pb2.EngineStatus]) -> engine_pb2.EngineStatus | str:
@@ -183,7 +192,7 @@ async def test_a_draining_engine_takes_nothing_new_ends_what_it_has_and_comes_ba
     assert (draining.word, draining.gate_open) == ("draining", False)
     assert await reason_of(fleet.generate("e0", 3)) == "ENGINE_DRAINING"
     assert await open_reason(fleet) == "ENGINE_DRAINING"
-    assert not (await fleet.engine("e0")).routable
+    await eventually(lambda: _is_unrouted(fleet))
     assert await reason_of(fleet.begin()) == "NO_ENGINES"
     assert (await inside)[1] == [(1, 0, 300)]
     await eventually(lambda: _lives(fleet, 0))
@@ -197,7 +206,7 @@ async def test_a_draining_engine_takes_nothing_new_ends_what_it_has_and_comes_ba
 async def test_draining_ends_an_update_that_did_not_commit_and_who_waits_outside(fleet: LocalFleet) -> None:
     await fleet.push(Weights())
     await Person(fleet, "e0", "operator").pause()
-    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=10))
+    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=60))
     begun = await fleet.begin()
     stream = fleet.stream(begun, "e0")
     await stream.until_ready(Weights())

@@ -23,7 +23,7 @@ from trainer_agent.rank.links import PROBE_BYTES, Links, SenderLink
 from trainer_agent.transports import BROADCAST
 from weightplane.v1 import weight_update_pb2
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 HOST = "127.0.0.1"
 SHARED = weight_update_pb2.LINK_FATE_SHARED
 

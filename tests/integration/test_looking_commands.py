@@ -19,10 +19,12 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights, local_fleet
 
 pytestmark = pytest.mark.timeout(240)
+STANDS_SECONDS = 200.0
+"""An update that stands still is waited for, for longer than five commands take side by side."""
 
 
 async def test_what_commands_say_of_a_fleet_is_so(tmp_path: Path) -> None:
-    async with local_fleet(tmp_path) as fleet:
+    async with local_fleet(tmp_path, stream_idle_seconds=STANDS_SECONDS) as fleet:
         await fleet.push(Weights(), step=7)
         begun = await fleet.begin(8)
         stream = fleet.stream(begun, "e0")

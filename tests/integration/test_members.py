@@ -55,7 +55,7 @@ async def member(server: RunningServer, run_id: str = RUN, engine_id: str = ENGI
         yield task
     finally:
         stop.set()
-        await asyncio.wait_for(task, 15)
+        await asyncio.wait_for(task, 60)
 
 
 def file_of(directory: Path, name: str, data: bytes) -> str:
@@ -82,7 +82,7 @@ def read(span: SegmentSpan) -> bytes:
 
 
 async def only(members: Members) -> MemberLink:
-    (link,) = await members.gather(10)
+    (link,) = await members.gather(60)
     return link
 
 
@@ -101,7 +101,7 @@ async def test_what_a_member_holds_is_what_was_sent_span_by_span_and_aligned(tmp
 @pytest.mark.parametrize(("run_id", "engine_id"), [("another", ENGINE), (RUN, "engine-9")])
 async def test_l7_a_member_of_another_run_or_engine_is_sent_away_for_good(run_id: str, engine_id: str) -> None:
     async with head() as (members, server), member(server, run_id, engine_id) as task:
-        assert await asyncio.wait_for(asyncio.shield(task), 10) == ExitCode.CONFIG
+        assert await asyncio.wait_for(asyncio.shield(task), 60) == ExitCode.CONFIG
         with pytest.raises(DeadlineExceeded, match="0 of 1 members"):
             await members.gather(0.0)
 

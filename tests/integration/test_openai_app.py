@@ -30,12 +30,14 @@ from engine_agent.openai_door.settings import OpenAiSettings
 from engine_agent.vllm.settings import VllmSettings, engine_arguments
 from tests.support.door_app import NativeMemoryEngine
 from tests.support.engine_life import UPDATE, VERSION, commit, started
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.hf_models import VOCAB, save_random
 from tests.support.text_model import add_tokenizer
 
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 LONG: dict[str, Any] = {"model": "policy", "messages": MESSAGES, "max_tokens": 400}
+SOME = 5
+"""Tokens of a sample that is in its middle."""
 
 
 @cache
@@ -68,8 +70,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class World:
     def __init__(self, life: EngineLife, url: str) -> None:
         self.life = life
-        self.http = httpx.AsyncClient(base_url=url, timeout=20)
-        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
+        self.http = httpx.AsyncClient(base_url=url, timeout=PATIENCE_SECONDS)
+        self.client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS)
 
 
 @asynccontextmanager
@@ -87,7 +89,7 @@ async def opened(model: Path, tmp_path: Path, **more: Any) -> AsyncIterator[Worl
     try:
         async with door.open_for(life):
             commit(life, 1)
-            await asyncio.wait_for(life.installs.outcome(UPDATE), 5)
+            await asyncio.wait_for(life.installs.outcome(UPDATE), PATIENCE_SECONDS)
             life.apply(events.FleetChanged(Term(1), Term(1), frozenset({VERSION})))
             await eventually(lambda: life.open)
             world = World(life, door.url)
@@ -102,6 +104,13 @@ async def opened(model: Path, tmp_path: Path, **more: Any) -> AsyncIterator[Worl
 async def world(model: Path, tmp_path: Path) -> AsyncIterator[World]:
     async with opened(model, tmp_path) as world:
         yield world
+
+
+def _made(world: World, count: int) -> bool:
+    """Its one request has so many tokens."""
+    engine = world.life.engine
+    assert isinstance(engine, NativeMemoryEngine)
+    return [live.seen >= count for live in engine._live.values()] == [True]
 
 
 async def test_openais_client_chats_whole_and_in_a_stream(world: World) -> None:
@@ -119,8 +128,7 @@ async def test_openais_client_chats_whole_and_in_a_stream(world: World) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 async def test_inv11_poison_ends_an_answer_of_vllms_app_with_the_tokens_it_has(world: World, *, stream: bool) -> None:
     asking = asyncio.create_task(world.http.post("/v1/chat/completions", json=LONG | {"stream": stream}))
-    await eventually(lambda: len(world.life.requests) == 1)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: _made(world, SOME))
     world.life.apply(events.SpansDisagreed("by a test"))
     answer = await asking
     assert (answer.status_code, answer.headers["x-weightplane-version"]) == (200, "1")
@@ -132,10 +140,9 @@ async def test_inv11_poison_ends_an_answer_of_vllms_app_with_the_tokens_it_has(w
 async def test_inv11_a_stream_of_vllms_app_over_an_update_tells_its_tokens_apart(world: World) -> None:
     newer = WeightVersion(2, Term(1))
     asking = asyncio.create_task(world.http.post("/v1/chat/completions", json=LONG | {"stream": True}))
-    await eventually(lambda: len(world.life.requests) == 1)
-    await asyncio.sleep(0.1)
+    await eventually(lambda: _made(world, SOME))
     commit(world.life, 2, newer)
-    await asyncio.wait_for(world.life.installs.outcome(UpdateId("u2")), 5)
+    await asyncio.wait_for(world.life.installs.outcome(UpdateId("u2")), PATIENCE_SECONDS)
     world.life.apply(events.FleetChanged(Term(1), Term(1), frozenset({newer})))
     answer = await asking
     lines = [line for line in answer.text.splitlines() if line]

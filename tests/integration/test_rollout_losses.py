@@ -33,7 +33,7 @@ async def fleet(tmp_path: Path, hands: Hands) -> AsyncIterator[CaseFleet]:
 
 async def cut_by_death(fleet: CaseFleet, hands: Hands, on_loss: OnLoss) -> tuple[EngineId, Sample]:
     """A sample whose engine dies when it has some tokens; the engine's name, and what the client made of it."""
-    async with RolloutClient(fleet.address, run_id=RUN, on_loss=on_loss, wait_seconds=10) as rollouts:
+    async with RolloutClient(fleet.address, run_id=RUN, on_loss=on_loss, wait_seconds=60) as rollouts:
         for engine_id in ("e0", "e1"):
             hands[engine_id].limit_samples(HAD)
         asked = asyncio.create_task(rollouts.generate(PROMPT, SamplingSettings(max_tokens=LENGTH)))

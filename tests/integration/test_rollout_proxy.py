@@ -27,7 +27,7 @@ from weightplane.v1 import operator_pb2, operator_pb2_grpc, rollout_pb2, rollout
 LIMIT = 64
 CROWD = 200
 ROUNDS = 2
-HEARTBEAT_SECONDS, TTL_SECONDS = 0.2, 1.0
+HEARTBEAT_SECONDS, TTL_SECONDS = 0.2, 3.0
 FLAT_BYTES = 24 << 20
 """How much a coordinator may be larger after the last round than after the first: nothing is kept of a call."""
 
@@ -54,7 +54,7 @@ def processes(directory: Path, engines: int) -> Iterator[tuple[str, psutil.Proce
         for process in started:
             process.terminate()
         for process in started:
-            process.wait(20)
+            process.wait(60)
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Fleet:
     channel: grpc.aio.Channel
 
     async def engines(self) -> list[operator_pb2.EngineView]:
-        response = await self.operator.GetFleet(operator_pb2.GetFleetRequest(), timeout=5)
+        response = await self.operator.GetFleet(operator_pb2.GetFleetRequest(), timeout=60)
         return list(response.fleet.engines)
 
     async def all_routable(self) -> bool:
@@ -95,7 +95,7 @@ async def fleet(started: tuple[str, psutil.Process]) -> AsyncIterator[Fleet]:
             except grpc.aio.AioRpcError:
                 return False
 
-        await eventually(serves, within=40)
+        await eventually(serves, within=120)
         yield made
 
 
@@ -109,7 +109,7 @@ async def outcome(fleet: Fleet, tokens: int) -> str:
     """`whole`, or the reason of a refusal."""
     got = 0
     try:
-        async for response in fleet.rollout.Generate(asked(tokens), timeout=60):
+        async for response in fleet.rollout.Generate(asked(tokens), timeout=200):
             got += len(response.token_ids)
     except grpc.aio.AioRpcError as error:
         refused = from_rpc_error(error)
@@ -171,7 +171,7 @@ async def test_a_sample_that_wants_a_version_waits_until_the_fleet_has_it(tmp_pa
         stub: Any = rollout_pb2_grpc.RolloutStub(fleet.channel(fleet.address))
         pin = rollout_pb2.Pin()
         pin.min_version.number, pin.min_version.term = 2, fleet.term
-        running = asyncio.create_task(_numbers(stub.Generate(asked(3, pin=pin), timeout=20)))
+        running = asyncio.create_task(_numbers(stub.Generate(asked(3, pin=pin), timeout=60)))
         await fleet.push(Weights())
 
         assert await running == {2}

@@ -18,12 +18,13 @@ from engine_agent.memory.model import expert_of, score_of
 from engine_agent.services import rollout_service
 from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, Weights
 from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
 pytestmark = pytest.mark.pure
 PROMPT = [1, 2, 3, 4]
+PATIENCE = int(PATIENCE_SECONDS)
 
 
 @pytest.fixture
@@ -44,13 +45,13 @@ def ask(max_tokens: int, pin: rollout_pb2.Pin | None = None, **fields: Any) -> r
         sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens, **fields),
         pin=pin,
     )
-    request.wait.FromMilliseconds(300)
+    request.wait.FromSeconds(PATIENCE)
     return request
 
 
 def score(pin: rollout_pb2.Pin | None = None, tokens: list[int] | None = None) -> rollout_pb2.ScoreRequest:
     request = rollout_pb2.ScoreRequest(run_id=RUN, model="policy", token_ids=tokens or PROMPT, pin=pin)
-    request.wait.FromMilliseconds(300)
+    request.wait.FromSeconds(PATIENCE)
     return request
 
 
@@ -77,7 +78,7 @@ async def refusal(call: Any) -> e.WeightplaneError:
 
 async def test_n_samples_of_one_prompt_come_with_their_index_and_their_spans(fleet: CaseFleet, hands: Hands) -> None:
     await fleet.deliver(Weights())
-    found = await collect((await stub(fleet)).Generate(ask(5, n=3), timeout=10))
+    found = await collect((await stub(fleet)).Generate(ask(5, n=3), timeout=PATIENCE))
     assert sorted(found) == [0, 1, 2]
     for tokens, finish in found.values():
         assert len(tokens) == 5
@@ -91,7 +92,7 @@ async def runs(fleet: CaseFleet, count: int) -> bool:
 
 async def test_a_caller_that_goes_away_leaves_no_sample_of_its_own_running(fleet: CaseFleet, hands: Hands) -> None:
     await fleet.deliver(Weights())
-    call = (await stub(fleet)).Generate(ask(4000, n=4), timeout=10)
+    call = (await stub(fleet)).Generate(ask(4000, n=4), timeout=PATIENCE)
     await call.read()
     call.cancel()
     await eventually(lambda: runs(fleet, 0))
@@ -115,8 +116,8 @@ async def test_requests_that_wait_outside_the_gate_are_counted_until_they_enter_
 ) -> None:
     hands["e0"].limit_samples(0)
     waiting = ask(2)
-    waiting.wait.FromSeconds(20)
-    calls = [(await stub(fleet)).Generate(waiting, timeout=20) for _ in range(3)]
+    waiting.wait.FromSeconds(PATIENCE)
+    calls = [(await stub(fleet)).Generate(waiting, timeout=PATIENCE) for _ in range(3)]
     answers = [asyncio.ensure_future(collect(call)) for call in calls]
     await eventually(lambda: counts(fleet, live=0, waiting=3))
     calls[0].cancel()
@@ -138,7 +139,7 @@ async def test_an_engine_that_raises_what_nobody_planned_for_keeps_no_caller_wai
 
     monkeypatch.setattr(type(hands["e0"].engine), "_step", broken)
     with pytest.raises(e.WeightplaneError, match="INTERNAL: internal error"):
-        await collect((await stub(fleet)).Generate(ask(2), timeout=10))
+        await collect((await stub(fleet)).Generate(ask(2), timeout=PATIENCE))
     await eventually(lambda: counts(fleet, live=0, waiting=0))
 
 
@@ -146,7 +147,9 @@ async def test_requests_beyond_the_engines_places_count_as_waiting(tmp_path: Pat
     async with case_fleet(tmp_path, memory={"max_requests": 2}) as fleet:
         await fleet.deliver(Weights())
         hands["e0"].limit_samples(0)
-        answers = [asyncio.ensure_future(collect((await stub(fleet)).Generate(ask(2), timeout=20))) for _ in range(5)]
+        answers = [
+            asyncio.ensure_future(collect((await stub(fleet)).Generate(ask(2), timeout=PATIENCE))) for _ in range(5)
+        ]
         await eventually(lambda: counts(fleet, live=5, waiting=3))
         hands["e0"].limit_samples(None)
         await asyncio.gather(*answers)
@@ -177,7 +180,7 @@ async def test_samples_come_with_experts_and_masks_from_engines_that_say_them_an
 async def get_status(fleet: CaseFleet) -> lifecycle_pb2.GetStatusResponse:
     channel = fleet.channel((await fleet.engine("e0")).endpoint)
     asked = lifecycle_pb2.GetStatusRequest(run_id=RUN)
-    answer = await lifecycle_pb2_grpc.LifecycleStub(channel).GetStatus(asked, timeout=5)
+    answer = await lifecycle_pb2_grpc.LifecycleStub(channel).GetStatus(asked, timeout=PATIENCE)
     assert isinstance(answer, lifecycle_pb2.GetStatusResponse)
     return answer
 
@@ -198,17 +201,19 @@ async def test_a_pin_of_lag_is_judged_in_commits_and_not_in_numbers(fleet: CaseF
     await fleet.deliver(Weights())
     begun = await fleet.begin()  # a number that is burned
     give_up = fleet_pb2.AbortUpdateRequest(run_id=RUN, update_id=begun.update_id, term=fleet.term)
-    await fleet.fleet.AbortUpdate(give_up, timeout=5)
+    await fleet.fleet.AbortUpdate(give_up, timeout=PATIENCE)
     await fleet.deliver(Weights())
-    found = await collect((await stub(fleet)).Generate(ask(2, rollout_pb2.Pin(max_lag=0)), timeout=10))
+    found = await collect((await stub(fleet)).Generate(ask(2, rollout_pb2.Pin(max_lag=0)), timeout=PATIENCE))
     assert found[0][1].spans[0].version.number == 3
 
 
 async def test_an_exact_pin_on_another_version_is_refused_with_both(fleet: CaseFleet, hands: Hands) -> None:
     state = await fleet.deliver(Weights())
     other = version_pb2.WeightVersion(term=state.version.term, number=7)
+    request = ask(2, rollout_pb2.Pin(exact_version=other))
+    request.wait.FromMilliseconds(300)
     with pytest.raises(e.VersionUnavailable, match=rf"exactly {state.version.term}\.7, the engine applied"):
-        await collect((await stub(fleet)).Generate(ask(2, rollout_pb2.Pin(exact_version=other)), timeout=10))
+        await collect((await stub(fleet)).Generate(request, timeout=PATIENCE))
 
 
 async def test_inv11_an_install_ends_a_sample_of_an_exact_version_with_the_tokens_it_has(
@@ -217,9 +222,9 @@ async def test_inv11_an_install_ends_a_sample_of_an_exact_version_with_the_token
     first = await fleet.deliver(Weights())
     service = await stub(fleet)
     pinned = asyncio.ensure_future(
-        collect(service.Generate(ask(4000, rollout_pb2.Pin(exact_version=first.version)), timeout=20))
+        collect(service.Generate(ask(4000, rollout_pb2.Pin(exact_version=first.version)), timeout=PATIENCE))
     )
-    free = service.Generate(ask(4000), timeout=20)
+    free = service.Generate(ask(4000), timeout=PATIENCE)
     await free.read()
     await eventually(lambda: runs(fleet, 2))
     await fleet.deliver(Weights())
@@ -234,7 +239,7 @@ async def test_a_score_has_one_number_for_each_token_but_the_first_and_one_versi
     fleet: CaseFleet, hands: Hands
 ) -> None:
     await fleet.deliver(Weights())
-    answer = await (await stub(fleet)).Score(score(), timeout=10)
+    answer = await (await stub(fleet)).Score(score(), timeout=PATIENCE)
     engine = hands["e0"].engine
     assert engine is not None
     weights = engine._weights
@@ -247,7 +252,7 @@ async def test_what_cannot_be_scored_is_refused_before_it_enters(
     fleet: CaseFleet, hands: Hands, tokens: list[int], problem: str
 ) -> None:
     await fleet.deliver(Weights())
-    error = await refusal((await stub(fleet)).Score(score(tokens=tokens), timeout=10))
+    error = await refusal((await stub(fleet)).Score(score(tokens=tokens), timeout=PATIENCE))
     assert isinstance(error, e.InvalidRequest)
     assert problem in str(error)
 
@@ -259,7 +264,7 @@ async def test_a_missing_logprob_is_an_error_and_never_a_number(
     await fleet.deliver(Weights())
     wrong = [(), (-1.0, float("nan"), -1.0)][left_out]
     monkeypatch.setattr(type(hands["e0"].engine), "_scores", lambda *_: wrong)
-    error = await refusal((await stub(fleet)).Score(score(), timeout=10))
+    error = await refusal((await stub(fleet)).Score(score(), timeout=PATIENCE))
     assert isinstance(error, e.ScoreIncomplete)
     assert (error.expected, error.got) == (3, [0, 2][left_out])
 
@@ -267,7 +272,7 @@ async def test_a_missing_logprob_is_an_error_and_never_a_number(
 async def test_a_score_over_an_install_is_refused_whole(fleet: CaseFleet, hands: Hands) -> None:
     await fleet.deliver(Weights())
     hands["e0"].limit_samples(0)
-    running = asyncio.ensure_future((await stub(fleet)).Score(score(), timeout=20))
+    running = asyncio.ensure_future((await stub(fleet)).Score(score(), timeout=PATIENCE))
     await eventually(lambda: runs(fleet, 1))
     await fleet.deliver(Weights())
     assert isinstance(await refusal(running), e.VersionChanged)
@@ -279,10 +284,10 @@ async def test_an_aborted_score_is_refused(fleet: CaseFleet, hands: Hands) -> No
     asked = score()
     asked.request_id = "mine"
     service = await stub(fleet)
-    running = asyncio.ensure_future(service.Score(asked, timeout=20))
+    running = asyncio.ensure_future(service.Score(asked, timeout=PATIENCE))
     await eventually(lambda: runs(fleet, 1))
     named = rollout_pb2.AbortRequest(run_id=RUN, model="policy", request_ids=["mine", "nobody's"])
-    assert list((await service.Abort(named, timeout=5)).request_ids) == ["mine"]
+    assert list((await service.Abort(named, timeout=PATIENCE)).request_ids) == ["mine"]
     assert isinstance(await refusal(running), e.RequestAborted)
 
 
@@ -302,4 +307,4 @@ async def test_a_sampling_field_that_the_engine_does_not_have_is_refused_by_name
     request = ask(2)
     request.sampling.extra.update(extra)
     with pytest.raises(e.InvalidRequest, match=f"sampling.extra.{next(iter(extra))}.*{problem}"):
-        await collect((await stub(fleet)).Generate(request, timeout=10))
+        await collect((await stub(fleet)).Generate(request, timeout=PATIENCE))

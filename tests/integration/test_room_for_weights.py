@@ -24,7 +24,7 @@ class Slowly:
 
     def __call__(self, incoming: Incoming) -> Receiver:
         self.begun.set()
-        self.go.wait(20)
+        self.go.wait(60)
         receiver = make_receiver(incoming)
         self.made.set()
         return receiver

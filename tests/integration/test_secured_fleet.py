@@ -33,7 +33,7 @@ async def test_a_secured_fleet_pushes_catches_up_generates_and_answers_people(tm
             ranks = await trainer.start_ranks(Script(steps=1), world=1)
             assert await ranks[0].code() == ExitCode.OK
         engine("late")
-        await eventually(lambda: _applied(fleet, "late"), within=20)
+        await eventually(lambda: _applied(fleet, "late"))
         async with RolloutClient(fleet.address, run_id=RUN, tls=made("rollout/loop", RUN)) as rollouts:
             assert (await rollouts.generate([1, 2, 3], SamplingSettings(max_tokens=3))).tokens
         await _people(fleet, made("viewer/page"))
@@ -72,6 +72,6 @@ async def _weightplane(tls: TlsSettings | None, *words: str) -> tuple[int, str]:
         stderr=asyncio.subprocess.STDOUT,
         env=os.environ | {f"WEIGHTPLANE_TLS_{name}": str(path) for name, path in given.items()},
     )
-    output, _ = await asyncio.wait_for(process.communicate(), 60)
+    output, _ = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
     return process.returncode, output.decode()

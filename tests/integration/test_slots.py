@@ -40,7 +40,7 @@ async def planned(fleet: LocalFleet) -> dict[str, list[int]]:
 
     async def plan() -> operator_pb2.PlanResponse:
         assert (await fleet.view()).trainers, "the trainer has not said hello yet"
-        found = await stub.Plan(operator_pb2.PlanRequest(model="policy"), timeout=10)
+        found = await stub.Plan(operator_pb2.PlanRequest(model="policy"), timeout=60)
         assert isinstance(found, operator_pb2.PlanResponse)
         return found
 

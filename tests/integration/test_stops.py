@@ -34,7 +34,7 @@ def made(sample: Sample) -> tuple[int, list[tuple[int, int, int]], str]:
 async def test_a_stop_lets_a_request_finish(fleet: LocalFleet) -> None:
     sample = await fleet.sample_in("e0", TOKENS)
     assert await fleet.stop("e0") == 0
-    await asyncio.wait({sample}, timeout=5)
+    await asyncio.wait({sample}, timeout=60)
     assert made(sample) == MADE
 
 
@@ -42,15 +42,15 @@ async def test_a_stop_of_an_engine_that_drains_lets_its_requests_finish_too(flee
     sample = await fleet.sample_in("e0", TOKENS)
     await Person(fleet, "e0").drain()
     assert await fleet.stop("e0") == 0
-    await asyncio.wait({sample}, timeout=5)
+    await asyncio.wait({sample}, timeout=60)
     assert made(sample) == MADE
 
 
 async def test_a_stop_waits_for_no_request_that_stands_still(fleet: LocalFleet) -> None:
-    sample = await fleet.sample_in("e0", TOKENS)
+    sample = await fleet.sample_in("e0", 40 * TOKENS)
     await Person(fleet, "e0").pause()
     began = time.monotonic()
     assert await fleet.stop("e0") == 0
-    assert time.monotonic() - began < 10, "its limit is 20 s"
+    assert time.monotonic() - began < 18, "its limit is 20 s"
     with pytest.raises(grpc.aio.AioRpcError):
         await sample

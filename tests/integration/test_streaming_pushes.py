@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.memory.engine import MemoryEngine
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
+from tests.support.obedient import ObedientRanks
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, segments, start_engine, toy_trainer
 from weightplane.v1 import engine_pb2, operator_pb2, operator_pb2_grpc, weight_update_pb2
@@ -44,34 +45,26 @@ async def test_a_streaming_and_a_staged_engine_come_to_the_same_weights(tmp_path
     ):
         start_engine(fleet, "e1", apply="streaming")
         await fleet.wait_for_engines(2)
-        ranks = await trainer.start_ranks(
-            Script(steps=3, pause_before_step=0.5)
-        )  # for its gates to open: none is optional
-        assert [await r.code() for r in ranks] == [0, 0]
-        heard = [(p["version"], p["status"], p["outcomes"]) for p in ranks[0].said("pushed")]
-        assert heard == [(n, "COMMITTED", {"e0": "APPLIED", "e1": "APPLIED"}) for n in (1, 2, 3)]
+        ranks = await ObedientRanks.start(trainer)
+        for n in (1, 2, 3):
+            await fleet.settled()  # its gates are open: none is optional
+            [heard, _] = await ranks.all("push", step=n)
+            assert (heard["version"], heard["status"]) == (n, "COMMITTED")
+            assert heard["outcomes"] == {"e0": "APPLIED", "e1": "APPLIED"}
+        assert await ranks.leave() == [0, 0]
         staged, streamed = await tokens(fleet)
         assert staged == streamed
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_the_plan_says_how_each_engine_installs_and_why(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
         start_engine(fleet, "e1", apply="streaming")
         await fleet.wait_for_engines(2)
-        ranks = await trainer.start_ranks(Script(steps=1, pause_before_step=1.0))
-
-        async def plan() -> operator_pb2.PlanResponse:
-            stub = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
-            try:
-                found: operator_pb2.PlanResponse = await stub.Plan(operator_pb2.PlanRequest(), timeout=5)
-            except grpc.aio.AioRpcError as error:
-                raise AssertionError(error.details()) from error
-            assert len(found.plan.assignments) == 2
-            return found
-
-        found = await eventually(plan)
-        assert [await r.code() for r in ranks] == [0, 0]
+        ranks = await ObedientRanks.start(trainer)
+        stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
+        found = await stub.Plan(operator_pb2.PlanRequest(), timeout=60)
+        assert await ranks.leave() == [0, 0]
         staged, streaming = found.plan.assignments
         assert staged.apply == weight_update_pb2.APPLY_STAGED
         assert (streaming.apply, streaming.reason.partition("; streaming")[1]) == (
@@ -91,7 +84,7 @@ async def test_inv4_a_worker_that_fails_in_mid_stream_is_healed_by_the_next_push
         assert [await r.code() for r in ranks] == [0, 0]
         staged, streamed = await tokens(fleet)
         assert staged == streamed
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_inv4_a_leader_killed_in_mid_stream_leaves_a_streaming_engine_shut(
@@ -102,7 +95,7 @@ async def test_inv4_a_leader_killed_in_mid_stream_leaves_a_streaming_engine_shut
         await fleet.wait_for_engines(1)
         (failpoint / "rank.between_chunks").write_text("hold after=6")
         (leader, _) = await trainer.start_ranks(Script(steps=1))
-        await eventually((failpoint / "rank.between_chunks.reached").exists, within=60)
+        await eventually((failpoint / "rank.between_chunks.reached").exists)
         await eventually(lambda: installing(engines), within=8)  # it is let go by itself after 10 s
         leader.process.kill()
 
@@ -111,5 +104,5 @@ async def test_inv4_a_leader_killed_in_mid_stream_leaves_a_streaming_engine_shut
             assert (status.weights, status.gate_open) == (engine_pb2.WEIGHTS_STATE_POISONED, False)
             return status
 
-        status = await eventually(shut, within=60)
+        status = await eventually(shut)
         assert "went away" in status.update.error_message

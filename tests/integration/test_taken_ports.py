@@ -39,7 +39,7 @@ async def answered_before_it_ended(port: int, running: Awaitable[int]) -> tuple[
                 count += 1
 
     knocking = asyncio.create_task(asyncio.to_thread(knock))
-    code = await asyncio.wait_for(running, 30)
+    code = await asyncio.wait_for(running, 60)
     ended.set()
     await knocking
     return code, count

@@ -24,7 +24,7 @@ from tests.support.thread_rank import Source, ThreadRank
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, start_engine, toy_trainer
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 EXAMPLE = re.compile(r"<!-- run by tests/integration/test_time_sharing.py -->\n```python\n(.*?)```", re.DOTALL)
 OPERATIONS = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -59,7 +59,7 @@ class Toy(Source):
 
 
 async def joined(trainer: ToyTrainer, source: Source | None = None) -> ThreadRank:
-    return await ThreadRank.join(trainer.directory / "ranks.sock", source or Toy(), 20.0)
+    return await ThreadRank.join(trainer.directory / "ranks.sock", source or Toy())
 
 
 def holds(status: engine_pb2.EngineStatus) -> set[tuple[str, str]]:
@@ -96,7 +96,7 @@ class Rollouts:
 
     def collect(self, step: int) -> int:
         asked = self._fleet.generate("e0", 3)
-        _, spans, reason = asyncio.run_coroutine_threadsafe(asked, self._loop).result(20)
+        _, spans, reason = asyncio.run_coroutine_threadsafe(asked, self._loop).result(60)
         assert reason == "FINISH_REASON_LENGTH"
         self.versions.append(spans[0][0])
         return step
@@ -165,6 +165,15 @@ async def test_an_engine_that_wakes_poisoned_is_named_to_who_gave_its_devices_an
         await rank.close()
 
 
+async def _are(fleet: LocalFleet, *words: str) -> bool:
+    return [(await fleet.status(e)).word for e in ("e0", "e1")] == [*words]
+
+
+async def _hold(fleet: LocalFleet, number: int) -> bool:
+    """Who is asleep is not waited for."""
+    return {(await fleet.status(e)).applied.number for e in ("e0", "e1")} == {number}
+
+
 async def _serves(fleet: LocalFleet, number: int) -> bool:
     status = await fleet.status("e0")
     return status.gate_open and status.applied.number == number
@@ -178,9 +187,9 @@ async def test_engines_on_other_devices_serve_on(tmp_path: Path, monkeypatch: py
         rank = await joined(trainer)
         await rank.push(0)
         await asyncio.to_thread(rank.rank.take_devices)
-        assert [(await fleet.status(e)).word for e in ("e0", "e1")] == ["asleep", "serving"]
+        await eventually(lambda: _are(fleet, "asleep", "serving"))
         await rank.push(1)
-        assert {(await fleet.status(e)).applied.number for e in ("e0", "e1")} == {2}
+        await eventually(lambda: _hold(fleet, 2))
         await asyncio.to_thread(rank.rank.give_devices)
         await rank.close()
 
@@ -194,7 +203,7 @@ async def test_a_trainer_that_dies_with_devices_leaves_them_to_its_next_life(
         await rank.push(0)
         await asyncio.to_thread(rank.rank.take_devices)
         rank.die()
-        await asyncio.wait_for(trainer.agent.ended.wait(), 10)
+        await asyncio.wait_for(trainer.agent.ended.wait(), 60)
         assert (await fleet.status("e0")).word == "asleep", "nobody else wakes it"
         again = await joined(trainer)
         assert again.rank.holds_devices
@@ -214,7 +223,7 @@ async def test_inv7_a_late_sleep_of_a_trainers_dead_life_is_refused(
         await rank.push(0)
         await asyncio.to_thread(rank.rank.take_devices)
         rank.die()
-        await asyncio.wait_for(trainer.agent.ended.wait(), 10)
+        await asyncio.wait_for(trainer.agent.ended.wait(), 60)
         again = await joined(trainer)
         await asyncio.to_thread(again.rank.give_devices)
         await eventually(lambda: _serves(fleet, 1))
@@ -236,7 +245,7 @@ async def _asks_to_sleep(fleet: LocalFleet, turn: lifecycle_pb2.DeviceTurn | Non
     stub: Any = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
     life: dict[str, Any] = {"run_id": RUN, "engine": view.status.engine}
     with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.Sleep(lifecycle_pb2.SleepRequest(**life, owner=owner, level=1, turn=turn), timeout=10)
+        await stub.Sleep(lifecycle_pb2.SleepRequest(**life, owner=owner, level=1, turn=turn), timeout=60)
     return from_rpc_error(refused.value).reason
 
 
@@ -258,7 +267,7 @@ async def test_where_one_engine_cannot_sleep_none_is_asked_to(tmp_path: Path, mo
         await rank.push(0)
         with pytest.raises(UnsupportedByEngine, match="e1"):
             await asyncio.to_thread(rank.rank.take_devices)
-        assert [(await fleet.status(e)).word for e in ("e0", "e1")] == ["serving", "serving"]
+        await eventually(lambda: _are(fleet, "serving", "serving"))
         assert not (await fleet.view()).trainers[0].status.holds_devices
         await asyncio.to_thread(rank.rank.give_devices)
         await rank.close()
@@ -290,6 +299,6 @@ async def test_a_take_that_an_engine_does_not_answer_ends_at_its_limit_and_names
         with pytest.raises(DeadlineExceeded, match="take_devices"):
             await asyncio.to_thread(rank.rank.take_devices)
         answers.set()
-        rank.rank._push_seconds = 20.0
+        rank.rank._push_seconds = 60.0
         await asyncio.to_thread(rank.rank.give_devices)
         await rank.close()

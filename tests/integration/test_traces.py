@@ -95,7 +95,7 @@ class Processes:
             process = self.running.get(name)
             if process is not None and process.returncode is None:
                 process.terminate()
-                await asyncio.wait_for(process.wait(), 30)
+                await asyncio.wait_for(process.wait(), 60)
 
 
 @asynccontextmanager

@@ -17,6 +17,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN
+from tests.support.obedient import ObedientRanks
 from tests.support.toy_rank import SHAPES, Script
 from tests.support.toy_trainer import (
     EngineProcess,
@@ -26,8 +27,11 @@ from tests.support.toy_trainer import (
     start_engine,
     toy_trainer,
 )
+from weightplane.v1 import engine_pb2
 
 pytestmark = pytest.mark.timeout(240)
+PROMPTLY = 20.0
+"""Seconds; what would notice otherwise (an operation of gloo, the end of a forked child) comes after 30."""
 
 
 @pytest.fixture
@@ -74,13 +78,15 @@ async def test_three_pushes_reach_every_engine_and_every_rank_hears_the_same(tmp
         fleet_for_toys(tmp_path, transport=transport) as fleet,
         toy_trainer(fleet.address, link_host="127.0.0.1") as trainer,
     ):
-        ranks = await trainer.start_ranks(Script(steps=3))
-        assert await codes(ranks) == [0, 0]
-        heard = [[(p["version"], p["status"], p["outcomes"]) for p in r.said("pushed")] for r in ranks]
-        assert heard[0] == heard[1]
-        assert heard[0] == [(n, "COMMITTED", {"e0": "APPLIED", "e1": "APPLIED"}) for n in (1, 2, 3)]
+        ranks = await ObedientRanks.start(trainer)
+        for n in (1, 2, 3):
+            await fleet.settled()
+            for heard in await ranks.all("push", step=n):
+                assert (heard["version"], heard["status"]) == (n, "COMMITTED")
+                assert heard["outcomes"] == {"e0": "APPLIED", "e1": "APPLIED"}
+        assert await ranks.leave() == [0, 0]
         assert [await fleet.applied(e) for e in ("e0", "e1")] == [3, 3]
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_the_ranks_of_a_colocated_engine_hand_over_one_buffer_for_each_device(tmp_path: Path) -> None:
@@ -90,7 +96,7 @@ async def test_the_ranks_of_a_colocated_engine_hand_over_one_buffer_for_each_dev
         ranks = await trainer.start_ranks(Script(steps=3))
         assert await codes(ranks) == [0, 0]
         assert [p["outcomes"] for p in ranks[1].said("pushed")] == [{"tp2": "APPLIED"}] * 3
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_a_slot_whose_ranks_differ_is_refused_and_nothing_is_applied(tmp_path: Path) -> None:
@@ -104,7 +110,7 @@ async def test_a_slot_whose_ranks_differ_is_refused_and_nothing_is_applied(tmp_p
         assert await codes(ranks) == [0, 0]
         assert [reasons(r) for r in ranks] == [["SLOT_MISMATCH"]] * 2
         assert await fleet.applied("tp2") is None
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_a_leader_killed_between_two_chunks_ends_the_push_for_all_and_leaves_nothing(
@@ -116,7 +122,7 @@ async def test_a_leader_killed_between_two_chunks_ends_the_push_for_all_and_leav
         victim, other = await first_to_die(ranks)
         killed = time.monotonic()
         assert await other.code() == 0
-        assert time.monotonic() - killed < 10
+        assert time.monotonic() - killed < PROMPTLY
         assert reasons(other) == ["PEER_LOST"]
         assert f"rank {ranks.index(victim)} went away" in other.said("failed")[0]["text"]
         await eventually(lambda: segments() == [])
@@ -143,17 +149,17 @@ async def test_a_child_forked_in_the_push_does_not_hide_that_its_parent_died(tmp
         (failpoint / "rank.between_chunks").write_text("kill after=8")
         _, other = await first_to_die(await trainer.start_ranks(Script(steps=1, fork_in_push=True)))
         killed = time.monotonic()
-        await eventually(lambda: reasons(other) == ["PEER_LOST"], within=10)
-        await eventually(lambda: segments() == [], within=10)
-        assert time.monotonic() - killed < 12
+        await eventually(lambda: reasons(other) == ["PEER_LOST"])
+        await eventually(lambda: segments() == [])
+        assert time.monotonic() - killed < PROMPTLY
 
 
 async def test_a_rank_stopped_in_the_push_for_longer_than_the_lease_goes_on(tmp_path: Path, failpoint: Path) -> None:
     async with fleet_for_toys(tmp_path, lease_ttl_seconds=1.0) as fleet, toy_trainer(fleet.address) as trainer:
         (failpoint / "rank.between_chunks").write_text("stop after=3")
-        ranks = await trainer.start_ranks(Script(steps=2, push_timeout=60))
+        ranks = await trainer.start_ranks(Script(steps=2, push_timeout=120))
         stopped = await first_to_stop(ranks)
-        await asyncio.sleep(3)
+        await asyncio.sleep(2)
         os.kill(stopped, signal.SIGCONT)
         assert await codes(ranks) == [0, 0]
         assert [p["status"] for p in ranks[1].said("pushed")] == ["COMMITTED", "COMMITTED"]
@@ -162,12 +168,16 @@ async def test_a_rank_stopped_in_the_push_for_longer_than_the_lease_goes_on(tmp_
 
 async def test_a_stream_that_went_idle_behind_a_stopped_rank_is_repeated(tmp_path: Path, failpoint: Path) -> None:
     async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
-        start_engine(fleet, "e0", stream_idle_seconds=0.5)
+        start_engine(fleet, "e0", stream_idle_seconds=1.0)
         await fleet.wait_for_engines(1)
         (failpoint / "rank.between_chunks").write_text("stop after=3")
         ranks = await trainer.start_ranks(Script(steps=1))
         stopped = await first_to_stop(ranks)
-        await asyncio.sleep(1.5)
+
+        async def gave_up() -> bool:
+            return (await fleet.status("e0")).update.stage == engine_pb2.UPDATE_STAGE_ABORTED
+
+        await eventually(gave_up)
         os.kill(stopped, signal.SIGCONT)
         assert await codes(ranks) == [0, 0]
         assert ranks[1].said("pushed")[0]["outcomes"] == {"e0": "APPLIED"}
@@ -175,7 +185,7 @@ async def test_a_stream_that_went_idle_behind_a_stopped_rank_is_repeated(tmp_pat
 
 async def test_a_fenced_trainer_ends_with_the_fenced_exit_code_on_every_rank(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
-        ranks = await trainer.start_ranks(Script(steps=50, pause_before_step=0.2))
+        ranks = await trainer.start_ranks(Script(steps=500, pause_before_step=0.2))
         await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
         assert await fleet.take_lease(takeover=True, trainer_id="other") == 2
         assert await codes(ranks) == [ExitCode.FENCED] * 2
@@ -183,7 +193,7 @@ async def test_a_fenced_trainer_ends_with_the_fenced_exit_code_on_every_rank(tmp
         late = await trainer.start_ranks(Script(), WEIGHTPLANE_RESTART_COUNT="1")
         assert await codes(late) == [0, 0]
         assert [r.said("refused")[0]["reason"] for r in late] == ["STALE_TERM"] * 2
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 @pytest.mark.parametrize(
@@ -199,7 +209,7 @@ async def test_a_source_that_deviates_from_its_metadata_fails_the_push_on_all_ra
         assert [reasons(r) for r in ranks] == [[e] for e in expected]
         assert all(said in r.said("failed")[0]["text"] for r in ranks)
         assert await fleet.applied("e0") is None
-    assert segments() == []
+    await eventually(lambda: segments() == [])
 
 
 async def test_ranks_with_different_layouts_are_told_before_any_push(tmp_path: Path) -> None:
@@ -211,7 +221,7 @@ async def test_ranks_with_different_layouts_are_told_before_any_push(tmp_path: P
 
 async def test_a_rank_that_never_comes_is_named_at_the_deadline(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
-        rank = (await trainer.start_ranks(Script(join_timeout=1.0), world=1, WORLD_SIZE="2"))[0]
+        rank = (await trainer.start_ranks(Script(join_timeout=3.0), world=1, WORLD_SIZE="2"))[0]
         assert await rank.code() == 0
         assert rank.said("refused")[0]["reason"] == "DEADLINE_EXCEEDED"
         assert "ranks [1]" in rank.said("refused")[0]["text"]
@@ -227,7 +237,7 @@ async def test_an_engine_of_another_shape_fails_the_push_once_with_its_own_words
         text = ranks[0].said("failed")[0]["text"]
         assert "SHAPE_MISMATCH" in text
         assert "layer.1" in text
-        assert segments() == []
+        await eventually(lambda: segments() == [])
 
 
 async def test_a_push_that_an_engine_broke_is_repeated_under_a_new_number(tmp_path: Path, failpoint: Path) -> None:
@@ -248,20 +258,22 @@ async def test_without_engines_a_push_is_refused_at_once(tmp_path: Path) -> None
 
 async def test_a_restarted_coordinator_finds_the_same_trainer_with_the_same_term(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
-        ranks = await trainer.start_ranks(Script(steps=12, pause_before_step=0.3))
-        await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
+        ranks = await ObedientRanks.start(trainer)
+        assert [a["version"] for a in await ranks.all("push", step=1)] == [1, 1]
         await fleet.stop("coordinator")
         await fleet.start_coordinator()
-        assert await codes(ranks) == [0, 0]
-        assert [p["version"] for p in ranks[0].said("pushed")] == list(range(1, 13))
+        for number in (2, 3):
+            assert [a["version"] for a in await ranks.all("push", step=number)] == [number] * 2
+        assert await ranks.leave() == [0, 0]
+        assert [v.term for v in (await fleet.view()).state.models[0].served] == [1]
         assert (await fleet.view()).coordinator_term == 2
 
 
 async def test_a_lease_that_another_trainer_holds_is_named_with_its_holder(tmp_path: Path) -> None:
-    async with fleet_for_toys(tmp_path, engines=1, lease_ttl_seconds=30.0) as fleet:
+    async with fleet_for_toys(tmp_path, engines=1, lease_ttl_seconds=200.0) as fleet:
         await fleet.take_lease(trainer_id="other")
         async with toy_trainer(fleet.address) as trainer:
-            ranks = await trainer.start_ranks(Script(join_timeout=5.0))
+            ranks = await trainer.start_ranks(Script(join_timeout=8.0))
             assert await codes(ranks) == [0, 0]
             assert [r.said("refused")[0]["reason"] for r in ranks] == ["LEASE_HELD"] * 2
             assert "other" in ranks[0].said("refused")[0]["text"]
@@ -269,10 +281,11 @@ async def test_a_lease_that_another_trainer_holds_is_named_with_its_holder(tmp_p
 
 async def test_memory_is_reused_after_a_commit(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
-        ranks = await trainer.start_ranks(Script(steps=3, pause_before_step=0.5))
-        await eventually(lambda: len(ranks[0].said("pushed")) == 2, within=60)
+        ranks = await ObedientRanks.start(trainer)
+        for step in (1, 2):
+            await ranks.all("push", step=step)
         assert {s.rpartition("-")[2] for s in segments()} == {"0"}
-        assert await codes(ranks) == [0, 0]
+        assert await ranks.leave() == [0, 0]
 
 
 async def test_memory_that_an_engine_may_still_read_is_given_up(tmp_path: Path, failpoint: Path) -> None:
@@ -281,12 +294,13 @@ async def test_memory_that_an_engine_may_still_read_is_given_up(tmp_path: Path, 
         process = await EngineProcess.start(fleet)
         await fleet.wait_for_engines(1)
         (failpoint / "engine.between_chunks").write_text("kill after=5")
-        ranks = await trainer.start_ranks(Script(steps=2, pause_before_step=1.0))
+        ranks = await ObedientRanks.start(trainer, push_timeout=120.0)
+        orders = [ranks.tell(rank, "push", step=1) for rank in range(2)]
         await process.died()
         process = await EngineProcess.start(fleet)
-        await eventually(lambda: len(ranks[0].said("pushed")) == 1, within=60)
+        assert [a["event"] for a in await ranks.answers(*orders)] == ["did", "did"]
         assert [s.rpartition("-")[2] for s in segments()] == ["1"]
-        assert await codes(ranks) == [0, 0]
+        assert await ranks.leave() == [0, 0]
         await process.stop()
 
 
@@ -296,8 +310,8 @@ async def test_ranks_without_an_agent_spawn_one_and_leave_nothing_behind(tmp_pat
         assert await rank.code() == 0
         assert [p["version"] for p in rank.said("pushed")] == [1, 2, 3]
         assert rank.said("joined")[0]["run"] == RUN
-    assert segments() == []
-    assert _sidecars() == []
+    await eventually(lambda: segments() == [])
+    await eventually(lambda: _sidecars() == [])
 
 
 async def test_a_killed_rank_takes_its_spawned_agent_along(tmp_path: Path, failpoint: Path) -> None:
@@ -310,14 +324,16 @@ async def test_a_killed_rank_takes_its_spawned_agent_along(tmp_path: Path, failp
 
 
 def _sidecars() -> list[str]:
+    """Those that this run of the tests brought about."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
             try:
                 line = (entry / "cmdline").read_bytes().decode()
+                ours = f"WEIGHTPLANE_TEST_RUN={RUN}".encode() in (entry / "environ").read_bytes().split(b"\0")
             except OSError:
                 continue
-            if "trainer_agent.agent.sidecar" in line:
+            if ours and "trainer_agent.agent.sidecar" in line:
                 found.append(line)
     return found
 

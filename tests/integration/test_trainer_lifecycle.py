@@ -6,6 +6,7 @@ import asyncio
 import json
 import math
 import os
+import re
 import signal
 import sys
 import time
@@ -36,7 +37,9 @@ pytestmark = pytest.mark.timeout(240)
 TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
 ROOT = Path(__file__).parents[2]
 WHOLE = sum(4 * math.prod(shape) for shape in SHAPES.values())
-PROMPTLY = 15.0
+LIMIT_SECONDS = 4.0
+"""Of a push that does not end; what is before the standing still takes less on a busy machine too."""
+PROMPTLY = 20.0
 """Seconds; an operation of gloo alone waits for 30."""
 
 
@@ -51,7 +54,7 @@ def address_of(trainer: ToyTrainer) -> str:
 
 
 async def status_of(fleet: LocalFleet, address: str) -> lifecycle_pb2.TrainerAgentStatus:
-    response = await lifecycle(fleet, address).GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=5)
+    response = await lifecycle(fleet, address).GetStatus(lifecycle_pb2.GetStatusRequest(run_id=RUN), timeout=60)
     assert isinstance(response.trainer, lifecycle_pb2.TrainerAgentStatus)
     return response.trainer
 
@@ -153,7 +156,7 @@ async def test_a_launched_trainer_tells_what_its_ranks_wrote_and_ends_when_it_is
 
         async def tail(rank: int, lines: int) -> list[str]:
             request = lifecycle_pb2.TailLogsRequest(run_id=RUN, rank=rank, lines=lines)
-            return [line.text for line in (await stub.TailLogs(request, timeout=5)).lines]
+            return [line.text for line in (await stub.TailLogs(request, timeout=60)).lines]
 
         async def pushed() -> bool:
             return all(['"pushed"' in " ".join(await tail(rank, 1000)) for rank in (0, 1)])
@@ -168,7 +171,7 @@ async def test_a_launched_trainer_tells_what_its_ranks_wrote_and_ends_when_it_is
             lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=status.incarnation, reason="test"), timeout=5
         )
         assert told.limit.seconds == 10
-        out, _ = await asyncio.wait_for(process.communicate(), 60)
+        out, _ = await asyncio.wait_for(process.communicate(), 120)
         assert process.returncode == ExitCode.INTERRUPTED
         assert [Path(f"/proc/{r.pid}").exists() for r in status.ranks] == [False, False]
         said = [json.loads(line) for line in out.decode().splitlines() if line.startswith("{")]
@@ -183,12 +186,12 @@ async def test_an_engine_agent_ends_when_it_is_told_and_keeps_no_rank_s_output(t
         assert code == grpc.StatusCode.UNIMPLEMENTED
         _, error = await refusal(stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation="other")))
         assert error.reason == "WRONG_INCARNATION"
-        answer = await stub.DumpStacks(lifecycle_pb2.DumpStacksRequest(run_id=RUN), timeout=20)
+        answer = await stub.DumpStacks(lifecycle_pb2.DumpStacksRequest(run_id=RUN), timeout=60)
         [own] = answer.processes
         assert (own.name, own.pid) == ("engine agent of e0", os.getpid())
         assert "pytest" in traced(own.text or own.problem)
-        await stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=life, reason="test"), timeout=5)
-        assert await asyncio.wait_for(fleet.tasks.pop("e0"), 20) == ExitCode.OK
+        await stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=life, reason="test"), timeout=60)
+        assert await asyncio.wait_for(fleet.tasks.pop("e0"), 60) == ExitCode.OK
 
 
 # ---- deadlines ----------------------------------------------------------------------------------
@@ -196,12 +199,12 @@ async def test_an_engine_agent_ends_when_it_is_told_and_keeps_no_rank_s_output(t
 
 async def test_a_rank_that_does_not_come_to_the_push_is_named_with_its_phase_and_its_stacks(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
-        ranks = await ObedientRanks.start(trainer, push_timeout=2.0)
+        ranks = await ObedientRanks.start(trainer, push_timeout=LIMIT_SECONDS)
         await ranks.all("train", step=7)
         ranks.tell(1, "stand_still", until=str(tmp_path / "go"))
         [answer] = await ranks.answers(ranks.tell(0, "push", step=8))
         assert answer["reason"] == "DEADLINE_EXCEEDED"
-        assert answer["text"].startswith("push (begin): waited 2.0 s for rank 1 (phase train, step 7)")
+        assert answer["text"].startswith(f"push (begin): waited {LIMIT_SECONDS} s for rank 1 (phase train, step 7)")
         assert "stand_still" in traced(answer["stacks"])
         assert "rank 1 (pid" in answer["stacks"]
         assert "rank 0" not in answer["stacks"]
@@ -210,14 +213,14 @@ async def test_a_rank_that_does_not_come_to_the_push_is_named_with_its_phase_and
 
 async def test_a_rank_that_stands_still_in_its_weights_is_named_with_its_bytes_and_its_stacks(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
-        ranks = await ObedientRanks.start(trainer, push_timeout=2.0)
+        ranks = await ObedientRanks.start(trainer, push_timeout=LIMIT_SECONDS)
         with capture_logs() as logs:
             orders = [ranks.tell(i, "push_standing_still", step=1, until=str(tmp_path / "go")) for i in range(2)]
-            await eventually(lambda: any(line["event"] == "push_ended" for line in logs), within=30)
+            await eventually(lambda: any(line["event"] == "push_ended" for line in logs))
         (tmp_path / "go").touch()
         for answer in await ranks.answers(*orders):
             assert answer["reason"] == "DEADLINE_EXCEEDED"
-            assert "push (preparing): waited 2." in answer["text"]
+            assert re.match(r"push \(preparing\): waited [4-9]\.", answer["text"]), answer["text"]
             assert " for rank 0 (exported " in answer["text"]
             assert f"of {WHOLE} bytes)" in answer["text"]
             assert "stand_still" in traced(answer["stacks"])
@@ -234,17 +237,17 @@ async def the_coordinator_keeps_them(fleet: LocalFleet) -> None:
         operator, stub = operator_pb2_grpc.OperatorStub(channel), fleet_pb2_grpc.FleetStub(channel)
 
         async def kept() -> bool:
-            return len((await operator.GetStacks(asked, timeout=5)).processes) > 0
+            return len((await operator.GetStacks(asked, timeout=60)).processes) > 0
 
         await eventually(kept)
-        found = await operator.GetStacks(asked, timeout=5)
+        found = await operator.GetStacks(asked, timeout=60)
         assert found.processes[0].name == "rank 0"
         assert "stand_still" in traced(found.processes[0].text or found.processes[0].problem)
         assert found.report_time.seconds > 0
         told = fleet_pb2.ReportStacksRequest(run_id=RUN, update_id=update.update_id, term=update.version.term + 1)
-        assert (await refusal(stub.ReportStacks(told, timeout=5)))[1].reason == "STALE_TERM"
+        assert (await refusal(stub.ReportStacks(told, timeout=60)))[1].reason == "STALE_TERM"
         told.update_id = "no-such-update"
-        assert (await refusal(stub.ReportStacks(told, timeout=5)))[1].reason == "UNKNOWN_UPDATE"
+        assert (await refusal(stub.ReportStacks(told, timeout=60)))[1].reason == "UNKNOWN_UPDATE"
     code, why, _ = await weightplane(fleet, "why", "latest", "--stacks")
     assert (code, "when its limit came, at" in why) == (ExitCode.OK, True)
     assert "stand_still" in traced(why)
@@ -256,7 +259,7 @@ async def test_an_engine_that_does_not_read_is_named_with_the_bytes_that_went(tm
     async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
         process = await EngineProcess.start(fleet)
         await fleet.wait_for_engines(1)
-        ranks = await ObedientRanks.start(trainer, push_timeout=2.0)
+        ranks = await ObedientRanks.start(trainer, push_timeout=LIMIT_SECONDS)
         os.kill(process._process.pid, signal.SIGSTOP)
         try:
             for answer in await ranks.all("push", step=1):
@@ -316,7 +319,7 @@ async def test_a_rank_killed_in_the_source_s_own_collective_is_named_by_the_ones
 
 
 async def test_ranks_that_live_and_do_not_move_lose_the_lease_to_whoever_asks(tmp_path: Path) -> None:
-    limits = {"lease_ttl_seconds": 1.0, "step_limit_seconds": 1.0}
+    limits = {"lease_ttl_seconds": 2.0, "step_limit_seconds": 2.0}
     async with fleet_for_toys(tmp_path, engines=0, **limits) as fleet, toy_trainer(fleet.address) as trainer:
         ranks = await ObedientRanks.start(trainer)
         for i in range(2):
@@ -330,7 +333,7 @@ async def test_ranks_that_live_and_do_not_move_lose_the_lease_to_whoever_asks(tm
                 refused.append(from_rpc_error(error))
                 raise AssertionError(str(refused[-1])) from error
 
-        assert await eventually(taken, within=30) == 2
+        assert await eventually(taken) == 2
         assert {r.reason for r in refused} == {"LEASE_HELD"}, "while it moved it was theirs"
         assert [r.process.returncode for r in ranks.ranks] == [None, None], "they live"
         await eventually(trainer.agent.refused_event.is_set)

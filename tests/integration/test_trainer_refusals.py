@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(240)
 
 async def accept_ledger(fleet: LocalFleet) -> operator_pb2.AcceptLedgerResponse:
     stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
-    response = await stub.AcceptLedger(operator_pb2.AcceptLedgerRequest(accepted_by="ann"), timeout=5)
+    response = await stub.AcceptLedger(operator_pb2.AcceptLedgerRequest(accepted_by="ann"), timeout=60)
     assert isinstance(response, operator_pb2.AcceptLedgerResponse)
     return response
 
@@ -70,7 +70,7 @@ async def test_a_push_waits_within_its_limit_while_a_person_must_accept_the_ledg
             ranks = await trainer.start_ranks(Script(steps=4, pause_before_step=1.0))
             await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
             async with engine_that_says(fleet, max_number=50):
-                await eventually(lambda: any(line["event"] == "begin_waits" for line in logs), within=30)
+                await eventually(lambda: any(line["event"] == "begin_waits" for line in logs), within=60)
                 await accept_ledger(fleet)
             assert [await r.code() for r in ranks] == [0, 0]
             pushed = [p["version"] for p in ranks[0].said("pushed")]

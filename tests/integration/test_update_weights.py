@@ -14,6 +14,7 @@ import pytest
 from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import token_of, weights_of
+from tests.cases.engines import Hands, lay_hands
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Stream, Weights, local_fleet
 from tests.support.ports import free_port
@@ -23,7 +24,12 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
+def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
+    return lay_hands(monkeypatch)
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path, hands: Hands) -> AsyncIterator[LocalFleet]:
     async with local_fleet(tmp_path, seconds_per_token=0.002) as running:
         yield running
 
@@ -90,8 +96,12 @@ async def test_silence_on_an_open_stream_is_an_abort(tmp_path: Path) -> None:
         assert await refused(stream) == "UPDATE_ABORTED"
 
 
-async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(tmp_path: Path) -> None:
-    async with local_fleet(tmp_path, install_seconds=0.3) as fleet:
+async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hands = lay_hands(monkeypatch)
+    held = [hands[e].hold("half") for e in ("e0", "e1")]
+    async with local_fleet(tmp_path) as fleet:
         weights, begun = Weights(), await fleet.begin()
         streams = [fleet.stream(begun, e) for e in ("e0", "e1")]
         for stream in streams:
@@ -100,13 +110,14 @@ async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(tmp_path: 
         for stream in streams:
             await stream.commit(weights)
 
-        async def installing() -> bool:
-            return all([(await fleet.status(e)).word == "installing" for e in ("e0", "e1")])
-
-        await eventually(installing)
+        for engine in held:
+            await engine.reached.wait()
+        assert [(await fleet.status(e)).word for e in ("e0", "e1")] == ["installing"] * 2
         assert await fleet.applied("e0") is None  # INV-1
         for stream in streams:
             stream.cut()
+        for engine in held:
+            engine.go.set()
         state = await fleet.decided(begun.update_id)
         assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
         assert [await fleet.applied(e) for e in ("e0", "e1")] == [1, 1]
@@ -224,7 +235,7 @@ async def test_r4_samples_cut_by_poison_end_with_the_spans_they_have(
     fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await fleet.push(Weights())
-    samples = [asyncio.create_task(fleet.generate(e, 2000)) for e in ("e0", "e1")]
+    samples = [asyncio.create_task(fleet.generate(e, 4000)) for e in ("e0", "e1")]
 
     async def both_run() -> bool:
         return all([(await fleet.status(e)).live_requests for e in ("e0", "e1")])
@@ -241,8 +252,10 @@ async def test_r4_samples_cut_by_poison_end_with_the_spans_they_have(
         sample.cancel()
 
 
-async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(fleet: LocalFleet) -> None:
+async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(hands: Hands, fleet: LocalFleet) -> None:
     await fleet.push(Weights())
+    for engine_id in ("e0", "e1"):
+        hands[engine_id].limit_samples(250)
     samples = [asyncio.create_task(fleet.generate(e, 300)) for e in ("e0", "e1") * 8]
 
     async def all_run() -> bool:
@@ -250,6 +263,8 @@ async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(fleet: Lo
 
     await eventually(all_run)
     await fleet.push(Weights())
+    for hand in hands.values():
+        hand.limit_samples(None)
     for tokens, spans, reason in await asyncio.gather(*samples):
         assert reason == "FINISH_REASON_LENGTH"
         assert len(tokens) == 300
@@ -266,7 +281,7 @@ async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     status = await fleet.status("e0")
     assert (status.applied.number, status.word, status.gate_open) == (1, "held", False)
-    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=10))
+    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=60))
 
     async def one_waits() -> bool:
         return (await fleet.status("e0")).live_requests == 0 and not waiting.done()
@@ -285,7 +300,7 @@ async def test_a_pin_that_is_not_met_is_refused_with_both_versions(fleet: LocalF
 
 
 async def test_requests_wait_outside_the_gate_for_the_first_version(fleet: LocalFleet) -> None:
-    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=10))
+    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=60))
     await fleet.push(Weights())
     assert (await waiting)[1] == [(1, 0, 3)]
 
@@ -375,7 +390,7 @@ async def test_metrics_name_what_is_served_and_what_was_refused(tmp_path: Path) 
 
         async def all_there() -> bool:
             url = f"http://127.0.0.1:{port}/metrics"
-            text = await asyncio.to_thread(lambda: urlopen(url, timeout=5).read().decode())
+            text = await asyncio.to_thread(lambda: urlopen(url, timeout=60).read().decode())
             return all(line in text for line in wanted)
 
         await eventually(all_there)

@@ -62,7 +62,7 @@ async def test_the_one_of_three_that_says_something_else_never_serves_and_the_ne
     healed = await three.deliver(Weights())
     assert healed.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     await eventually(lambda: three.routable_are({"e0", "e1", "e2"}))
-    assert {e.verification for e in (await three.view()).engines} == {engine_pb2.VERIFICATION_MAJORITY}
+    await eventually(lambda: by_majority(three))
 
 
 async def test_a_doubted_engine_that_leaves_is_no_trouble_to_the_others(three: CaseFleet, liar: list[str]) -> None:
@@ -71,6 +71,10 @@ async def test_a_doubted_engine_that_leaves_is_no_trouble_to_the_others(three: C
     await three.stop("e1")
     assert (await three.deliver(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     await eventually(lambda: three.routable_are({"e0", "e2"}))
+
+
+async def by_majority(fleet: CaseFleet) -> bool:
+    return {e.verification for e in (await fleet.view()).engines} == {engine_pb2.VERIFICATION_MAJORITY}
 
 
 async def poisoned(fleet: CaseFleet, engine_id: str) -> bool:

@@ -21,7 +21,7 @@ from tests.unit.test_openai_door import World, made
 
 pytestmark = pytest.mark.slow
 
-WITHIN = 20.0
+WITHIN = 60.0
 
 
 async def listed(url: str) -> list[str]:

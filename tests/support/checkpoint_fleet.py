@@ -19,7 +19,7 @@ from controlplane.rpc.codec import version_to_proto
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.memory.engine import MemorySettings, token_of, weights_of
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LAYOUT, RUN, SHAPES, LocalFleet, Stream, Weights
 from weightplane.v1 import (
     engine_pb2,
@@ -49,7 +49,7 @@ def start_engine(fleet: LocalFleet, engine_id: str, memory: Mapping[str, Any] | 
         "state_dir": fleet.directory / "engines",
         "backend": "memory",
         "memory": MemorySettings(**{"tensors": SHAPES, **(memory or {})}),
-        "stream_idle_seconds": 2.0,
+        "stream_idle_seconds": 10.0,
         "checkpoint_root": checkpoint_root(fleet),
     }
     fleet._start(engine_id, run_engine, EngineSettings(**values | settings))
@@ -111,14 +111,15 @@ async def publish(fleet: LocalFleet, name: str, manifest: CheckpointManifest) ->
         byte_count=manifest.layout.byte_count,
     )
     request = fleet_pb2.PublishCheckpointRequest(run_id=RUN, term=fleet.term, checkpoint=checkpoint)
-    await fleet.fleet.PublishCheckpoint(request, timeout=5)
+    await fleet.fleet.PublishCheckpoint(request, timeout=PATIENCE_SECONDS)
 
 
 async def roll_back(fleet: LocalFleet, number: int) -> fleet_pb2.UpdateState:
     """Ask for it, and wait for the decision."""
     stub: Any = operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address))
+    await fleet.settled()
     request = operator_pb2.RollbackRequest(run_id=RUN, model="policy", number=number, request_id=uuid.uuid4().hex)
-    response = await stub.Rollback(request, timeout=5)
+    response = await stub.Rollback(request, timeout=PATIENCE_SECONDS)
     assert response.restores.number == number
     return await fleet.decided(response.update_id)
 
@@ -170,16 +171,16 @@ class Person:
         self.engine: version_pb2.EngineRef | None = None
         """Another life than its present one, to be named."""
 
-    async def _call(self, method: str, request: Any, timeout: float = 10.0, **fields: Any) -> engine_pb2.EngineStatus:
+    async def _call(self, method: str, request: Any, **fields: Any) -> engine_pb2.EngineStatus:
         view = await self._fleet.engine(self._engine_id)
         stub = lifecycle_pb2_grpc.LifecycleStub(self._fleet.channel(view.endpoint))
         message = request(run_id=RUN, engine=self.engine or view.status.engine, owner=self.owner, **fields)
-        response = await getattr(stub, method)(message, timeout=timeout)
+        response = await getattr(stub, method)(message, timeout=PATIENCE_SECONDS)
         assert isinstance(response.status, engine_pb2.EngineStatus)
         return response.status
 
-    async def sleep(self, level: int = 1, timeout: float = 10.0) -> engine_pb2.EngineStatus:
-        return await self._call("Sleep", lifecycle_pb2.SleepRequest, timeout, level=level)
+    async def sleep(self, level: int = 1) -> engine_pb2.EngineStatus:
+        return await self._call("Sleep", lifecycle_pb2.SleepRequest, level=level)
 
     async def wake(self, *, kv_cache: bool = True) -> engine_pb2.EngineStatus:
         return await self._call("WakeUp", lifecycle_pb2.WakeUpRequest, kv_cache=kv_cache)
@@ -237,7 +238,7 @@ class EngineProcess:
 
     async def ended(self) -> int:
         """Its exit code, once it ends by itself. (A signal to one that just died would take its exit code away.)"""
-        return await asyncio.wait_for(self._process.wait(), 20)
+        return await asyncio.wait_for(self._process.wait(), PATIENCE_SECONDS)
 
     async def stop(self) -> int:
         self._process.terminate()

@@ -6,7 +6,7 @@ import asyncio
 import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -44,6 +44,14 @@ RUN = os.environ.setdefault("WEIGHTPLANE_TEST_RUN", f"test-run-{os.getpid()}")
 SHAPES = {"a": (1000,), "b": (3, 5)}
 LAYOUT = Layout(tuple(TensorSpec(name, DType.F32, shape) for name, shape in SHAPES.items()))
 Request = weight_update_pb2.UpdateWeightsRequest
+SETTLE_SECONDS = 3.0
+"""Longest that is waited for gates that may never open."""
+
+
+def _could_serve(engine: operator_pb2.EngineView, served: Sequence[version_pb2.WeightVersion]) -> bool:
+    status = engine.status
+    awake = status.residency == engine_pb2.RESIDENCY_AWAKE and status.life == engine_pb2.ENGINE_LIFE_RUNNING
+    return engine.known and awake and not status.holds and status.HasField("applied") and status.applied in served
 
 
 @dataclass
@@ -79,7 +87,7 @@ class Stream:
 
     async def read(self) -> weight_update_pb2.UpdateWeightsResponse:
         """The next answer. Raises AioRpcError when the stream was ended with an error."""
-        response = await asyncio.wait_for(self._call.read(), 10)
+        response = await asyncio.wait_for(self._call.read(), PATIENCE_SECONDS)
         if response is grpc.aio.EOF:
             code = await self._call.code()
             raise grpc.aio.AioRpcError(
@@ -254,6 +262,18 @@ class LocalFleet:
 
         await eventually(all_known)
 
+    async def settled(self) -> None:
+        """Wait until every engine that holds what is served, and that nobody holds, is known to take requests: who is
+        not is optional to the next update, which does not wait for it."""
+
+        async def all_open() -> bool:
+            view = await self.view()
+            served = [v for model in view.state.models for v in model.served]
+            return all(e.routable or not _could_serve(e, served) for e in view.engines)
+
+        with suppress(AssertionError, grpc.aio.AioRpcError):  # one of half a unit never opens; who asks may not look
+            await eventually(all_open, within=SETTLE_SECONDS)
+
     # ---- writing ----
 
     async def take_lease(self, *, takeover: bool = False, trainer_id: str = "trainer") -> int:
@@ -273,6 +293,7 @@ class LocalFleet:
         return self.term
 
     async def begin(self, step: int = 0) -> fleet_pb2.BeginUpdateResponse:
+        await self.settled()
         request = fleet_pb2.BeginUpdateRequest(
             run_id=RUN,
             model="policy",
@@ -337,7 +358,7 @@ class LocalFleet:
         max_tokens: int,
         *,
         min_version: version_pb2.WeightVersion | None = None,
-        wait: float = 5.0,
+        wait: float = 30.0,
     ) -> tuple[list[int], list[tuple[int, int, int]], str]:
         """Tokens, spans as (number, start, end), and the finish reason."""
         view = await self.engine(engine_id)

@@ -155,7 +155,7 @@ async def real_rig(
 
 async def _rank(trainer: ToyTrainer, model: Path) -> RankProcess:
     (rank,) = await trainer.run_ranks(["tests.support.told_rank", str(model)], world=1)
-    await eventually(lambda: bool(rank.said("listening")), within=60)
+    await eventually(lambda: bool(rank.said("listening")), within=120)
     return rank
 
 

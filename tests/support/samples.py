@@ -18,10 +18,10 @@ async def greedy(fleet: LocalFleet, engine_id: str, prompt: Sequence[int], count
     stub: Any = rollout_pb2_grpc.RolloutStub(fleet.channel(view.endpoint))
     sampling = rollout_pb2.SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
     request = rollout_pb2.GenerateRequest(run_id=RUN, model="policy", prompt_token_ids=prompt, sampling=sampling)
-    request.wait.FromSeconds(30)
+    request.wait.FromSeconds(60)
     tokens: list[int] = []
     finish = rollout_pb2.Finish()
-    async for response in stub.Generate(request, timeout=60):
+    async for response in stub.Generate(request, timeout=150):
         tokens += response.token_ids
         finish = response.finish
     return tokens, [(s.version.number, s.start, s.end) for s in finish.spans]

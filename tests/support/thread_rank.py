@@ -23,7 +23,7 @@ from trainer_agent.rank.trainer_rank import TrainerRank
 from trainer_agent.segments import SegmentPool
 from trainer_agent.source import ParamMeta
 
-JOIN_SECONDS = 30.0
+JOIN_SECONDS = 90.0
 VOCABULARY = 256
 PROMPT = (1, 2, 3)
 """What `LocalFleet.generate` asks with."""

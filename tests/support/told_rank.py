@@ -74,7 +74,7 @@ def _with_rows(tensor: torch.Tensor, rows: int) -> torch.Tensor:
 def push(model: Path, fields: Mapping[str, Any]) -> None:
     order = Order(**fields)
     try:
-        with TrainerRank.join(source=source(model, order), join_timeout=60, push_timeout=60) as rank:
+        with TrainerRank.join(source=source(model, order), join_timeout=120, push_timeout=120) as rank:
             reference = None if order.reference is None else CanaryReference(*map(_plain, order.reference))
             report = rank.push(order.seed, reference=reference, pause=_pause(order))
     except WeightplaneError as error:

@@ -62,7 +62,7 @@ class RankProcess:
     def said(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["event"] == event]
 
-    async def tell(self, order: Any, within: float = 90.0) -> dict[str, Any]:
+    async def tell(self, order: Any, within: float = 250.0) -> dict[str, Any]:
         """Tell a `told_rank` what to push; how that ended, in its words."""
 
         def ends() -> list[dict[str, Any]]:
@@ -116,7 +116,7 @@ class ToyTrainer:
             device = {CPU_DEVICE_VARIABLE: str(devices[rank])}
             started[rank] = await self._start(toy_rank(script), rank, len(devices), device)
             self.ranks = list(started.values())
-            await eventually(lambda: len(self.agent.pids) == len(self.ranks), within=60)
+            await eventually(lambda: len(self.agent.pids) == len(self.ranks), within=120)
         self.ranks = [started[rank] for rank in range(len(devices))]
         return self.ranks
 
@@ -171,7 +171,7 @@ def engine_settings(
         state_dir=fleet.directory / "engines",
         backend="memory",
         memory=MemorySettings(tensors={**tensors, "tied": tensors["embed"]}, **memory),
-        **{"stream_idle_seconds": 5.0, **more},
+        **{"stream_idle_seconds": 20.0, **more},
     )
 
 

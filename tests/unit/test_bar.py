@@ -40,7 +40,7 @@ def run(*, after: float = 0.0, quiet: bool = False, terminal: bool = True) -> tu
         while part := os.read(inside, 65536):
             written += part
     os.close(inside)
-    out, _ = process.communicate(timeout=60)
+    out, _ = process.communicate(timeout=150)
     assert process.returncode == 0
     return out, written.decode()
 

@@ -152,7 +152,7 @@ def test_closing_waits_for_no_broadcast_and_what_comes_later_is_nobodys() -> Non
     class Slow(FakeLink):
         def receive(self, target: memoryview, stage: str = "bytes") -> None:
             begun.set()
-            assert go_on.wait(10)
+            assert go_on.wait(60)
 
     made = receiver(Slow())
 
@@ -164,10 +164,10 @@ def test_closing_waits_for_no_broadcast_and_what_comes_later_is_nobodys() -> Non
 
     thread = threading.Thread(target=place)
     thread.start()
-    assert begun.wait(10)
+    assert begun.wait(60)
     made.close()
     go_on.set()
-    thread.join(10)
+    thread.join(60)
     assert errors == ["UPDATE_ABORTED"]
 
 

@@ -20,7 +20,7 @@ from controlplane.rpc.server import start_server
 from weightplane.v1 import version_pb2, weight_update_pb2, weight_update_pb2_grpc
 
 VERSION = WeightVersion(3, Term(1))
-LIMIT_SECONDS = 10.0
+LIMIT_SECONDS = 60.0
 Response = weight_update_pb2.UpdateWeightsResponse
 
 

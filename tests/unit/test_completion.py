@@ -40,7 +40,7 @@ def in_bash(home: Path, script: str, typed: str = "") -> str:
     environment = os.environ | {"HOME": str(home), "PATH": f"{BIN}:{os.environ['PATH']}"}
     command = ["bash", "-c", script]
     ended = subprocess.run(
-        command, input=typed, capture_output=True, text=True, timeout=60, env=environment, check=False
+        command, input=typed, capture_output=True, text=True, timeout=150, env=environment, check=False
     )
     assert ended.returncode == 0, ended.stderr
     return ended.stdout
@@ -65,7 +65,7 @@ def test_each_other_shell_is_answered_with_commands(shell: str) -> None:
         [sys.executable, "-m", "controlplane.cli.main"],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=150,
         env=os.environ | typer | {"_WEIGHTPLANE_COMPLETE": f"complete_{shell}"},
         check=False,
     )

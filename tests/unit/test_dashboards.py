@@ -32,7 +32,7 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="no
 
 def promtool(*words: str, given: str = "") -> str:
     ended = subprocess.run(
-        ["promtool", *words], input=given, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT
+        ["promtool", *words], input=given, capture_output=True, text=True, timeout=150, check=False, cwd=ROOT
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

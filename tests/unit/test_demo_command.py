@@ -304,7 +304,7 @@ async def crew(tmp_path: Path) -> AsyncIterator[Crew]:
 async def test_a_process_that_ends_is_named_with_its_code_and_its_last_words(crew: Crew) -> None:
     await crew.start("engine-0", [sys.executable, "-c", "print('no room'); raise SystemExit(69)"])
     with pytest.raises(CommandFailed, match=r"engine-0 ended with code 69\n  engine-0 \| no room"):
-        await crew.within(20, "nothing", asyncio.Event().wait())
+        await crew.within(60, "nothing", asyncio.Event().wait())
 
 
 async def test_a_wait_that_is_over_says_for_what(crew: Crew) -> None:
@@ -321,7 +321,7 @@ async def test_a_process_that_does_not_end_when_asked_is_killed_at_a_second_ctrl
     assert not child.ended
 
     crew.hurry = True
-    await asyncio.wait_for(stopping, 10)
+    await asyncio.wait_for(stopping, 60)
     assert child.process.returncode == -signal.SIGKILL
 
 

@@ -14,7 +14,7 @@ from controlplane.core.engine_state import Hold, HoldKind, Poisoned, Residency, 
 from controlplane.core.errors import CanaryFailed, DevicesTaken, EngineDied, EngineNotReady, UpdateInProgress
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from engine_agent.life.engine_life import EngineLife
-from engine_agent.memory.engine import MemorySettings
+from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from tests.cases.engines import Hand
 from tests.support.engine_life import VERSION, commit, generated, outcome, serving, started
 from tests.support.eventually import PATIENCE_SECONDS, eventually

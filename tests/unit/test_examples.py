@@ -46,7 +46,7 @@ def test_an_example_says_what_it_shows_and_the_command(example: Any, capsys: pyt
 
 def test_the_launcher_refuses_what_is_no_example() -> None:
     words = [sys.executable, "-m", "examples.run", "something"]
-    found = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    found = subprocess.run(words, capture_output=True, text=True, timeout=150, check=False)
     assert found.returncode == 2
     assert "sync_grpo" in found.stderr
 

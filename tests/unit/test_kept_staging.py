@@ -114,7 +114,7 @@ async def installed(life: EngineLife, number: int) -> int:
     life.apply(events.BytesVerified(number))
     effects = life.apply(events.CommitArrived(number, version, 1, 16, content_digest([checksum])))
     life.installs.start(next(x for x in effects if isinstance(x, fx.StartInstall)))
-    await asyncio.wait_for(life.installs.outcome(update), 5)
+    await asyncio.wait_for(life.installs.outcome(update), 60)
     await asyncio.sleep(0)
     return inode
 

@@ -127,7 +127,7 @@ async def test_what_sleeps_for_a_person_too_waits_for_their_word(tmp_path: Path)
     assert not life.lent.free.is_set()
     with pytest.raises(EngineNotReady):
         await life.power.wake(events.WakeRequested(PERSON, True))
-    await asyncio.wait_for(life.lent.free.wait(), 1)
+    await asyncio.wait_for(life.lent.free.wait(), 60)
     assert memory(tmp_path).lent() is None
 
 

@@ -30,10 +30,10 @@ from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
 from tests.support.door_app import NativeMemoryEngine, app_over, client_of
 from tests.support.engine_life import UPDATE, VERSION, commit, started
-from tests.support.eventually import eventually
+from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.otlp_collector import kept_spans
 
-SETTINGS = OpenAiSettings("127.0.0.1:0", wait_seconds=0.3, max_requests=2, max_body_bytes=1000)
+SETTINGS = OpenAiSettings("127.0.0.1:0", wait_seconds=1.0, max_requests=2, max_body_bytes=1000)
 NEWER = WeightVersion(2, Term(1))
 CHAT = "/v1/chat/completions"
 SLOW = 0.005
@@ -57,6 +57,10 @@ class World:
     async def ask(self, **asked: Any) -> httpx.Response:
         return await self.http.post(CHAT, json={"prompt": [1, 2, 3]} | asked)
 
+    def made(self, count: int) -> bool:
+        """The one request that is in the engine has so many tokens."""
+        return [live.seen >= count for live in self.engine._live.values()] == [True]
+
     def serve(self, version: WeightVersion) -> None:
         self.life.apply(events.FleetChanged(Term(1), Term(1), frozenset({version})))
 
@@ -70,7 +74,7 @@ async def made(tmp_path: Path, *, seconds_per_token: float = 0.0, settings: Open
     world = World(await started(tmp_path, engine), settings)
     await world.door.open(world.life)
     commit(world.life, 1)
-    await asyncio.wait_for(world.life.installs.outcome(UPDATE), 5)
+    await asyncio.wait_for(world.life.installs.outcome(UPDATE), PATIENCE_SECONDS)
     world.serve(VERSION)
     await eventually(lambda: world.life.open)
     return world
@@ -107,13 +111,12 @@ async def test_n_samples_come_as_one_answer_with_their_spans_in_order(world: Wor
 
 async def _update(world: World) -> None:
     commit(world.life, 2, NEWER)
-    await asyncio.wait_for(world.life.installs.outcome(UpdateId("u2")), 5)
+    await asyncio.wait_for(world.life.installs.outcome(UpdateId("u2")), PATIENCE_SECONDS)
 
 
 async def test_inv11_tokens_of_two_versions_are_told_apart_and_no_version_is_named_for_all(world: World) -> None:
     asking = asyncio.create_task(world.ask(max_tokens=60))
-    await eventually(lambda: len(world.life.requests) == 1)
-    await asyncio.sleep(4 * SLOW)
+    await eventually(lambda: world.made(4))
     await _update(world)
     assert not asking.done()
     world.serve(NEWER)
@@ -126,8 +129,7 @@ async def test_inv11_tokens_of_two_versions_are_told_apart_and_no_version_is_nam
 
 async def test_a_stream_names_its_first_version_before_and_all_of_them_after(world: World) -> None:
     asking = asyncio.create_task(world.ask(max_tokens=60, stream=True))
-    await eventually(lambda: len(world.life.requests) == 1)
-    await asyncio.sleep(4 * SLOW)
+    await eventually(lambda: world.made(4))
     await _update(world)
     world.serve(NEWER)
     answer = await asking
@@ -152,8 +154,7 @@ async def test_what_is_made_behind_a_shut_gate_waits_there(world: World) -> None
 @pytest.mark.parametrize("stream", [False, True])
 async def test_inv11_poison_ends_it_with_the_tokens_it_has(world: World, *, stream: bool) -> None:
     asking = asyncio.create_task(world.ask(max_tokens=200, stream=stream))
-    await eventually(lambda: len(world.life.requests) == 1)
-    await asyncio.sleep(6 * SLOW)
+    await eventually(lambda: world.made(6))
     world.life.apply(events.SpansDisagreed("by a test"))
     answer = await asking
     assert answer.status_code == 200
@@ -172,7 +173,7 @@ async def test_a_poisoned_engine_answers_503_with_the_reason(world: World, *, st
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_poison_before_the_first_token_is_a_503_and_no_empty_answer(tmp_path: Path, *, stream: bool) -> None:
-    world = await made(tmp_path, seconds_per_token=0.3)
+    world = await made(tmp_path, seconds_per_token=1.0)
     asking = asyncio.create_task(world.ask(stream=stream))
     await eventually(lambda: len(world.life.requests) == 1)
     world.life.apply(events.SpansDisagreed("by a test"))
@@ -243,7 +244,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_in_the_engine(world: World
     await eventually(lambda: len(sent) > 2)
     assert len(world.life.requests) == 1
     left.set()
-    await asyncio.wait_for(serving, 5)
+    await asyncio.wait_for(serving, PATIENCE_SECONDS)
     assert len(world.life.requests) == 0
 
 

@@ -71,7 +71,7 @@ def begun(agent: Agent, rank: TrainerRank, step: int) -> PendingPush:
     try:
         return rank.push_async(step)
     finally:
-        answering.join(5)
+        answering.join(60)
 
 
 def committed(sequence: int, *, released: bool = True) -> rank_pb2.PushResult:

@@ -53,7 +53,7 @@ class Family:
         for process in (self.parent, self.child):
             if process.poll() is None if isinstance(process, subprocess.Popen) else process.is_running():
                 process.kill()
-        self.parent.wait(10)
+        self.parent.wait(60)
 
 
 @pytest.fixture
@@ -97,6 +97,6 @@ def test_a_process_that_is_not_the_parent_is_refused() -> None:
 
 def test_a_parent_that_is_gone_is_refused() -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
-    ended.wait(10)
+    ended.wait(60)
     with pytest.raises(ProcessLookupError, match="not there any more"):
         die_with_parent(ended.pid)

@@ -27,7 +27,7 @@ from tests.support.certificates import token_for
 from tests.support.local_fleet import LocalFleet, Weights
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
-FEW = RateSettings(calls_per_second=0.5, burst=5)
+FEW = RateSettings(calls_per_second=0.01, burst=5)
 
 
 def admitted(rates: CallRates, caller: str, times: list[float]) -> int:
@@ -123,7 +123,7 @@ async def serve(tls: TlsSettings, rates: RateSettings) -> Any:
 
 async def look(channel: grpc.aio.Channel, **more: Any) -> grpc.aio.AioRpcError | None:
     try:
-        await operator_pb2_grpc.OperatorStub(channel).GetFleet(operator_pb2.GetFleetRequest(), timeout=10, **more)
+        await operator_pb2_grpc.OperatorStub(channel).GetFleet(operator_pb2.GetFleetRequest(), timeout=60, **more)
     except grpc.aio.AioRpcError as error:
         return error
     return None
@@ -140,7 +140,7 @@ async def test_one_who_floods_is_refused_with_a_time_and_its_neighbour_on_the_sa
     async with open_channel(server.address) as channel:
         answers = await asyncio.gather(*(look(channel, metadata=bearer(ann)) for _ in range(50)))
         refused = [a for a in answers if a is not None]
-        assert 44 <= len(refused) <= 45
+        assert len(refused) == 45
         assert await look(channel, metadata=bearer(bob)) is None
     await server.stop()
     error = refused[0]
@@ -152,7 +152,7 @@ async def test_one_who_floods_is_refused_with_a_time_and_its_neighbour_on_the_sa
     status = rpc_status.from_call(error)  # type: ignore[arg-type]
     assert status is not None
     assert any(d.Unpack(retry) for d in status.details)
-    assert 0 < retry.retry_delay.ToMilliseconds() <= 2000
+    assert 0 < retry.retry_delay.ToMilliseconds() <= 100_000
 
 
 async def test_who_guesses_tokens_is_slowed_and_whoever_has_one_is_not(tmp_path: Path) -> None:
@@ -162,8 +162,7 @@ async def test_who_guesses_tokens_is_slowed_and_whoever_has_one_is_not(tmp_path:
     async with open_channel(server.address) as channel:
         errors = [await look(channel, metadata=bearer(f"wpt_{i}")) for i in range(12)]
         kinds = [type(from_rpc_error(error)) for error in errors if error is not None]
-        assert kinds[:5] == [Unauthenticated] * 5
-        assert set(kinds[7:]) == {RateLimited}
+        assert kinds == [Unauthenticated] * 5 + [RateLimited] * 7
         assert await look(channel, metadata=bearer(ann)) is None
     await server.stop()
 
@@ -174,7 +173,7 @@ async def test_a_thousand_sessions_of_one_host_and_their_heartbeats_pass_beside_
         flood = [asyncio.ensure_future(look(channel)) for _ in range(200)]
 
         async def agent() -> int:
-            session = fleet_pb2_grpc.FleetStub(channel).Session(timeout=60)
+            session = fleet_pb2_grpc.FleetStub(channel).Session(timeout=250)
             for _ in range(3):
                 await session.write(fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason="x")))
                 assert await session.read() is not grpc.aio.EOF

@@ -264,7 +264,7 @@ def test_an_attempt_is_ended_at_once_also_while_its_disk_hangs_and_its_files_are
 
     def hangs(*_: object) -> bytes:
         reading.set()
-        answers.wait(10)
+        answers.wait(60)
         return A[:10]
 
     def check() -> None:
@@ -276,11 +276,11 @@ def test_an_attempt_is_ended_at_once_also_while_its_disk_hangs_and_its_files_are
     monkeypatch.setattr(os, "pread", hangs)
     thread = threading.Thread(target=check)
     thread.start()
-    assert reading.wait(10)
+    assert reading.wait(60)
     receiver.close()  # would hang here
     assert len(os.listdir("/proc/self/fd")) > before
     answers.set()
-    thread.join(10)
+    thread.join(60)
     assert errors == ["UPDATE_ABORTED"]
     assert len(os.listdir("/proc/self/fd")) == before
 

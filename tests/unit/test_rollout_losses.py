@@ -234,7 +234,7 @@ async def test_code_without_an_event_loop_gets_the_same(world: World) -> None:
     world.fleet.publish(await world.engine("a", says(tokens(5), finish((1, 0, 1)))))
 
     def blocking() -> tuple[int, ...]:
-        with BlockingRolloutClient(world.server.address, wait_seconds=3.0) as rollouts:
+        with BlockingRolloutClient(world.server.address, wait_seconds=60.0) as rollouts:
             rollouts.abort()  # there is nothing: no error
             return rollouts.generate(PROMPT, FOUR).tokens
 

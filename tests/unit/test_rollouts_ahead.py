@@ -74,7 +74,7 @@ class Learner:
         self.engine.requests.pop()
 
     async def take(self) -> list[Group]:
-        return await self.ahead.take(seconds=5.0)
+        return await self.ahead.take(seconds=60.0)
 
     async def begun(self, batches: int) -> None:
         """So many whole batches were asked for, and no request more."""

@@ -27,7 +27,7 @@ def test_its_commands_make_what_its_settings_name(tmp_path: Path) -> None:
     for words in commands():
         command = [sys.executable, "-m", "controlplane.cli.main", *words]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-        subprocess.run(command, cwd=tmp_path, check=True, timeout=60, capture_output=True, env=environment)
+        subprocess.run(command, cwd=tmp_path, check=True, timeout=150, capture_output=True, env=environment)
     assert len(commands()) == 3
     assert Tokens(tmp_path / "tokens.toml")
     [settings] = re.findall(r"^ *```toml\n(.*?)^ *```", TEXT, re.MULTILINE | re.DOTALL)

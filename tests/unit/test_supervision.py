@@ -83,7 +83,7 @@ async def test_without_systemd_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("NOTIFY_SOCKET", raising=False)
     supervisor = Supervisor()
     supervisor.ready("serves")
-    await asyncio.wait_for(supervisor.feed(Turns()), 1)
+    await asyncio.wait_for(supervisor.feed(Turns()), 30)
 
 
 def test_another_processs_watchdog_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit(unit: Path, tmp_path: Path) -> 
         ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)],
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=100,
         check=False,
     )
     said = [line for line in ended.stderr.splitlines() if name in line or str(tmp_path) in line]

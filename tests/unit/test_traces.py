@@ -14,7 +14,7 @@ RANDOM = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 def test_another_process_derives_the_same_ids() -> None:
     program = "from controlplane.core.traces import *; print(update_span('run', 'u', SEND, 'engine-0'))"
-    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=150, check=True)
     assert said.stdout.strip() == str(update_span("run", "u", SEND, "engine-0"))
 
 
