@@ -55,8 +55,8 @@ class SegmentPlan:
 
 
 def plan_segment(layout: Layout, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> SegmentPlan:
-    """Lay a layout out in one segment, in chunks of at most `chunk_bytes` (rounded down to the alignment), the last ones
-    smaller.
+    """Lay a layout out in one segment, in chunks of at most `chunk_bytes` (rounded down to the alignment), less towards
+    the end.
 
     Raises:
         ValueError: chunk_bytes is below the alignment, or the layout has no tensor.

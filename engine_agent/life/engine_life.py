@@ -365,8 +365,7 @@ class EngineLife:
 
     async def _sleep(self, level: int) -> None:
         async with self._lock:
-            await self.gate.stop_scheduler()
-            await self.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+            await self.gate.stand_still()
             await self.engine.sleep(level)
 
     async def wake(self, event: events.WakeRequested) -> None:
