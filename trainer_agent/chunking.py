@@ -17,6 +17,9 @@ MAX_RECORDS = 4096
 """Records of one chunk: the contract's limit."""
 DEFAULT_CHUNK_BYTES = 64 * 1024 * 1024
 """Large enough that announcing costs nothing, small enough that checking overlaps with exporting."""
+TAIL_BYTES = 8 * 1024 * 1024
+"""Towards the end each chunk has half of what is left, down to this: the last one is what everybody waits for when
+nothing is left to export."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ class SegmentPlan:
 
 
 def plan_segment(layout: Layout, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> SegmentPlan:
-    """Lay a layout out in one segment, in chunks of at most `chunk_bytes` (rounded down to the alignment).
+    """Lay a layout out in one segment, in chunks of at most `chunk_bytes` (rounded down to the alignment), less towards
+    the end.
 
     Raises:
         ValueError: chunk_bytes is below the alignment, or the layout has no tensor.
@@ -71,21 +75,27 @@ def plan_segment(layout: Layout, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> Segm
     return SegmentPlan(byte_count=end, offsets=tuple(offsets), chunks=chunks)
 
 
-def _cut(offsets: list[int], sizes: list[int], limit: int, end: int) -> Iterator[ChunkRange]:
-    start = 0
+def _cut(offsets: list[int], sizes: list[int], largest: int, end: int) -> Iterator[ChunkRange]:
+    start, limit = 0, _limit(largest, end)
     pieces: list[Piece] = []
     for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if pieces and (offset + size - start > limit or len(pieces) == MAX_RECORDS):
             yield ChunkRange(start, offset, tuple(pieces))
-            start, pieces = offset, []
+            start, pieces, limit = offset, [], _limit(largest, end - offset)
         done = 0
         while size - done > limit:
             piece = Piece(index, done, offset + done, limit, last=False)
             yield ChunkRange(start, start + limit, (piece,))
             start += limit
             done += limit
+            limit = _limit(largest, end - start)
         pieces.append(Piece(index, done, offset + done, size - done, last=True))
     yield ChunkRange(start, end, tuple(pieces))
+
+
+def _limit(largest: int, left: int) -> int:
+    """Bytes of the next chunk, at most."""
+    return min(largest, max(TAIL_BYTES, left // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
 
 
 def _aligned(offset: int) -> int:

@@ -27,6 +27,7 @@ from controlplane.core.fleet_events import (
     Carry,
     CloseSession,
     Effect,
+    EngineReported,
     Event,
     Paused,
     Save,
@@ -42,9 +43,9 @@ from controlplane.core.fleet_records import UpdateDecided
 from controlplane.core.kept_stacks import StackShelf
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdateTransaction
-from controlplane.core.versions import ModelName, RunId, Term, UpdateId
+from controlplane.core.versions import ModelName, RunId, Term, UpdateId, WeightVersion
 from controlplane.ledger import Ledger
-from controlplane.rpc.codec import seconds_to_proto
+from controlplane.rpc.codec import seconds_to_proto, version_from_proto
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
 from weightplane.v1 import fleet_pb2, operator_pb2
@@ -54,7 +55,8 @@ log = structlog.get_logger(__name__)
 PAUSE_SHARE = 0.5
 """Of the lease's time: five ticks that did not come."""
 TOGETHER_SECONDS = 0.02
-"""Changes that come closer together than this are told at once, to who routes and to who waits for an update."""
+"""Changes that come closer together than this are told at once, to who routes and to who waits for an update. The first
+engine that takes requests under a version does not wait for others: the trainer's loop may wait for just that."""
 VIEW_SECONDS = 0.1
 """The same for people: a view is made of the whole fleet."""
 REST = 9
@@ -114,6 +116,8 @@ class Hub:
         """Updates of which an engine reported something that is not shown yet."""
         self._routes: dict[tuple[ModelName, bool], Latest[fleet_pb2.WatchRoutesResponse]] = {}
         """By model, and whether engines that stay at a version are among them."""
+        self._routed: dict[tuple[ModelName, bool], frozenset[WeightVersion]] = {}
+        """Versions under which clients were told of an engine."""
         self._next_session = 0
         self.ticks = 0
         """Ticks that went through the core and the ledger: what its watchdog is fed from."""
@@ -146,6 +150,8 @@ class Hub:
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
                 self._told.set()
+                if isinstance(event, EngineReported) and event.gate_open:
+                    self._tell_first_route(event.session)
             return effects
 
     def _now(self) -> float:
@@ -293,10 +299,25 @@ class Hub:
         for update_id in self._moved & self.core.updates.keys():
             self._publish_update(self.core.updates[update_id])
         self._moved.clear()
-        for (model, kept), topic in self._routes.items():
-            new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
-            if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
-                topic.set(new)
+        for model, kept in self._routes:
+            self._publish_routes(model, kept=kept)
+
+    def _tell_first_route(self, session: int) -> None:
+        """Once for each version: of a large fleet the others come together."""
+        record = self.core.of_session(session)
+        if record is None or not self.core.routable(record):
+            return
+        stays = self.core.kept_at(record) is not None
+        for (model, kept), versions in self._routed.items():
+            if model == record.state.model and record.state.applied not in versions and (kept or not stays):
+                self._publish_routes(model, kept=kept)
+
+    def _publish_routes(self, model: ModelName, *, kept: bool) -> None:
+        topic = self._routes[model, kept]
+        new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
+        if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
+            topic.set(new)
+        self._routed[model, kept] = frozenset(version_from_proto(r.applied) for r in new.routes)
 
     def _publish_update(self, update: UpdateTransaction) -> None:
         state = views.update_state(update, self.clock_shift)
@@ -336,6 +357,7 @@ class Hub:
             topic = self._routes.get((model, kept))
             if topic is None:
                 topic = self._routes[model, kept] = Latest(views.routes(self.core, model, 0, kept=kept))
+                self._publish_routes(model, kept=kept)
         async for routes in topic.watch():
             yield routes
 

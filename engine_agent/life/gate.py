@@ -66,8 +66,7 @@ class Gate:
         async with self._life.lock:
             ran = self.runs
             try:
-                await self.stop_scheduler()
-                await self._life.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+                await self.stand_still()
                 yield
             finally:
                 await self._follow(ran=ran)
@@ -79,7 +78,13 @@ class Gate:
         self._life.state.set(self._life.core.state)  # wakes those who wait to enter
 
     async def stop_scheduler(self) -> None:
+        if self.runs:
+            await self.stand_still()
+
+    async def stand_still(self) -> None:
+        """No forward pass runs when this returns, whatever state a failed install left the scheduler in."""
         if not self.runs:
+            await self._life.engine.quiesce()
             return
         self.runs = False  # nobody enters any more
         self._life.requests.draw_border(await self._life.engine.quiesce())

@@ -111,8 +111,7 @@ class Install:
     async def _stand_still(self) -> float:
         """Seconds until no forward pass ran and every token was with its consumer (INV-11)."""
         began, pause = time.monotonic(), self._pause
-        await self._gate.stop_scheduler()
-        await self._life.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+        await self._gate.stand_still()
         if isinstance(
             self._life.core.state.weights, Poisoned
         ):  # found while it waited: not a token more of that (INV-4)

@@ -60,8 +60,7 @@ class Power:
 
     async def _sleep(self, level: int) -> None:
         async with self._life.lock:
-            await self._gate.stop_scheduler()
-            await self._life.engine.quiesce()  # also where a failed install left the scheduler in an unknown state
+            await self._gate.stand_still()
             await self._life.engine.sleep(level)
 
     async def _wake(self, kv: bool) -> None:

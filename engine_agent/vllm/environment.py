@@ -18,9 +18,16 @@ from engine_agent.vllm.settings import VllmSettings
 GPU_DEVICE_FILES = ("/dev/nvidiactl", "/dev/kfd")
 """NVIDIA's and AMD's control devices."""
 
-KEPT_HEAP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_TOP_PAD_": str(64 << 20)}
+KEPT_HEAP = {
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_ARENA_MAX": "1",
+}
 """glibc keeps what was freed, and takes large blocks from it: an install takes and frees the whole model on its way,
-and pages that are new to a process cost several times what a copy does. Of no effect under another allocator."""
+and pages that are new to a process cost several times what a copy does. One heap for all threads, since those that
+threads have of their own (the one that packs) are given back in pieces of 64 MiB all the same. Of no effect under
+another allocator."""
 
 
 def gpu_present() -> bool:

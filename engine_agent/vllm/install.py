@@ -11,6 +11,7 @@ another refused makes a mixture.
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -208,11 +209,11 @@ class Installer:
         False: vLLM did not clear its prefix cache. Raises EngineDied, DeadlineExceeded.
         """
         llm = self._core.llm
-        cleared = await self._ask(
-            llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "reset_prefix_cache"
+        cleared, *_ = await asyncio.gather(
+            self._ask(llm.reset_prefix_cache(reset_running_requests=True, reset_connector=True), "reset_prefix_cache"),
+            self._ask(llm.reset_mm_cache(), "reset_mm_cache"),
+            self._ask(llm.reset_encoder_cache(), "reset_encoder_cache"),
         )
-        await self._ask(llm.reset_mm_cache(), "reset_mm_cache")
-        await self._ask(llm.reset_encoder_cache(), "reset_encoder_cache")
         if self.kv_suspect and self.kv_resident:
             await self._core.tell("weightplane_scrub_kv", self._limit)
             self.kv_suspect = False

@@ -7,7 +7,7 @@ and one for its draft model.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,6 +16,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
+from engine_agent.vllm import packing as packs
 from engine_agent.vllm.experts import experts_packed_anew
 
 NAMES_SHOWN = 5
@@ -30,6 +31,7 @@ class Loader:
         self._config = config
         self._packed_before: Any = None
         """How the tied embedding multiplied before this load."""
+        self._all_packed: Callable[[], None]
 
     @property
     def tied(self) -> bool:
@@ -54,6 +56,7 @@ class Loader:
         self.note_packed()
         initialize_layerwise_reload(self._model)
         packing.enter_context(experts_packed_anew(self._model))
+        self._all_packed = packing.enter_context(packs.beside())
         return needed
 
     def take(self, weights: Iterator[tuple[str, torch.Tensor]]) -> set[str] | None:
@@ -62,8 +65,9 @@ class Loader:
         return loaded
 
     def close(self, needed: set[str], loaded: set[str] | None) -> None:
-        """Raises ValueError: not everything was loaded."""
+        """Raises ValueError: not everything was loaded; and what packing raised."""
         self._check_complete(needed, loaded)
+        self._all_packed()
         finalize_layerwise_reload(self._model, self._config)
 
     def abandon(self) -> None:

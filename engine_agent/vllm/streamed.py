@@ -8,7 +8,7 @@ of `finish` and `abandon` the model is in pieces, and no forward pass may run.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import torch
 
@@ -47,4 +47,5 @@ class StreamedReload:
 
     def abandon(self) -> None:
         self._loader.abandon()
-        self._packing.close()
+        with suppress(Exception):  # what could not be packed is of a mixture
+            self._packing.close()

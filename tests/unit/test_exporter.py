@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from controlplane.core.errors import LayoutInvalid
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
-from trainer_agent.chunking import ALIGNMENT_BYTES, MAX_RECORDS, plan_segment
+from trainer_agent.chunking import ALIGNMENT_BYTES, MAX_RECORDS, TAIL_BYTES, plan_segment
 from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter, layout_of
 from trainer_agent.rank.memory import WholeMemory
 from trainer_agent.source import ParamMeta
@@ -74,6 +74,15 @@ def test_chunks_tile_the_segment_and_their_pieces_cover_every_tensor_once_in_ord
             assert p.last == (covered[p.tensor] == sizes[p.tensor])
     assert covered == sizes
     assert all(o % ALIGNMENT_BYTES == 0 for o in plan.offsets)
+
+
+def test_the_last_chunk_is_a_small_one_and_no_chunk_is_smaller_without_need() -> None:
+    sizes, limit = [28 * 2**20, *[2**20] * 100, 3], 32 * 2**20
+    lengths = [c.end - c.start for c in plan_segment(bytes_layout(sizes), limit).chunks]
+    assert lengths[0] == 32 * 2**20
+    assert lengths == sorted(lengths, reverse=True)
+    assert lengths[-1] <= TAIL_BYTES
+    assert len(lengths) <= 8
 
 
 def test_a_chunk_never_has_more_records_than_the_contract_allows() -> None:

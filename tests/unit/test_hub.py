@@ -14,7 +14,7 @@ from controlplane.core.engine_state import Stage
 from controlplane.core.fleet import FleetCore
 from controlplane.core.versions import UpdateId
 from controlplane.ledger import MemoryLedger
-from tests.support.fleet_core import RUN, Fleet
+from tests.support.fleet_core import POLICY, RUN, Fleet
 from weightplane.v1 import engine_pb2, fleet_pb2
 
 READY, UNHEARD = engine_pb2.UPDATE_STAGE_READY, engine_pb2.UPDATE_STAGE_UNSPECIFIED
@@ -81,3 +81,32 @@ async def test_a_report_that_moves_no_phase_is_told_with_the_next_view(hub: Hub)
             if [e.stage for e in state.engines] == [READY, UNHEARD]:
                 break
     publishing.cancel()
+
+
+def routed(hub: Hub) -> list[str]:
+    """Whom somebody is told of who asked before."""
+    topic = hub._routes[POLICY, False]
+    return [r.engine.engine_id for r in topic.value.routes]
+
+
+async def test_the_first_engine_that_takes_requests_is_told_at_once_and_the_others_together(hub: Hub) -> None:
+    f = Heard()
+    engines = {name: f.engine(name) for name in ("e0", "e1")}
+    f.trainer()
+    await f.by(hub)
+    watch = hub.watch_routes(RUN, POLICY, kept=False)
+    assert not (await anext(watch)).routes
+    update = f.begin("u1")
+    for stage in (Stage.READY, Stage.APPLIED):
+        for name, session in engines.items():
+            f.stage(session, name, update, stage)
+    await f.by(hub)
+    assert routed(hub) == [], "the gates open with the decision"
+    f.report(engines["e1"], "e1")
+    await f.by(hub)
+    assert routed(hub) == ["e1"]
+    f.report(engines["e0"], "e0")
+    await f.by(hub)
+    assert routed(hub) == ["e1"], "with what comes close to it"
+    hub._publish_changes()
+    assert routed(hub) == ["e0", "e1"]
