@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import structlog
 
@@ -57,6 +58,8 @@ TOGETHER_SECONDS = 0.02
 """Changes that come closer together than this are told at once, to who routes and to who waits for an update."""
 VIEW_SECONDS = 0.1
 """The same for people: a view is made of the whole fleet."""
+UNWATCHED_VIEW_SECONDS = 1.0
+"""The same while nobody looks: for what happened, and for whoever asks for metrics."""
 REST = 9
 """For each second that either takes to make, so many pass before the next one: of a large fleet most of the time is the
 engines', whose reports decide."""
@@ -94,12 +97,13 @@ class Hub:
         self.heartbeat_seconds = heartbeat_seconds
         self.clock_shift = time.time() - time.monotonic()
         """Seconds that turn the core's time into the clock's: of one moment, so that dates do not move."""
-        self._decided, self._happenings, self._lags = views.Decided(), Happenings(), TokenLags()
+        self._messages, self._happenings, self._lags = views.Messages(), Happenings(), TokenLags()
         self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
         first = self._view()
         self._happenings.see(first)
         self._lags.see(first)
         self.view: Latest[operator_pb2.FleetView] = Latest(first)
+        self.recovering = Latest(core.recovering)
         self.stacks = StackShelf()
         self.start_carry: Callable[[Carry], None] = _no_carrier
         """Who brings versions from checkpoints; set by the daemon."""
@@ -146,6 +150,8 @@ class Hub:
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
                 self._told.set()
+            if self.recovering.value != self.core.recovering:
+                self.recovering.set(self.core.recovering)
             return effects
 
     def _now(self) -> float:
@@ -172,20 +178,35 @@ class Hub:
         events, so that nothing is shown that is not in the ledger (INV-9)."""
         await asyncio.gather(
             self._publish_together(self._told, self._publish_changes, TOGETHER_SECONDS),
-            self._publish_together(self._seen, self._publish_view, VIEW_SECONDS),
+            self._publish_together(self._seen, self._publish_view, VIEW_SECONDS, self._unwatched),
         )
 
-    async def _publish_together(self, changed: asyncio.Event, publish: Callable[[], None], seconds: float) -> None:
+    async def _publish_together(
+        self,
+        changed: asyncio.Event,
+        publish: Callable[[], None],
+        seconds: float,
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`then`: what may be waited for beyond that."""
         rest = seconds
         while True:
             await changed.wait()
             await asyncio.sleep(rest)
+            if then is not None:
+                await then()
             async with self._lock:
                 changed.clear()
                 began = time.monotonic()
                 if not self.failed.done():
                     publish()
                 rest = max(seconds, REST * (time.monotonic() - began))
+
+    async def _unwatched(self) -> None:
+        """Wait on while nobody looks."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNWATCHED_VIEW_SECONDS - VIEW_SECONDS):
+                await self.view.watched()
 
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
@@ -315,7 +336,7 @@ class Hub:
         self.view.set(view)
 
     def _view(self) -> operator_pb2.FleetView:
-        return views.fleet_view(self.core, time.monotonic(), self.clock_shift, self._decided)
+        return views.fleet_view(self.core, time.monotonic(), self.clock_shift, self._messages)
 
     # ---- watching ----
 

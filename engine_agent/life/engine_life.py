@@ -70,6 +70,8 @@ class EngineLife:
         version came into is kept for the next. `streaming`: updates that are installed as they come are taken.
         `pause`: of installs, unless their writers say how."""
         self.pause = pause
+        self.clock_shift = time.time() - time.monotonic()
+        """Seconds that turn this life's monotonic time into the clock's: of one moment, so that dates do not move."""
         seen, self.number = memory.begin_life()
         self._lives = seen.lives
         self.core = core.EngineCore(
