@@ -66,10 +66,10 @@ class Contender:
 
     def __call__(self) -> float:
         self.settle()
-        before, began = cpu_seconds(self.pids()) + time.process_time(), time.perf_counter()
+        others, own, began = cpu_seconds(self.pids()), time.process_time(), time.perf_counter()
         self.push()
-        taken = time.perf_counter() - began
-        self.cpu += cpu_seconds(self.pids()) + time.process_time() - before
+        taken, own = time.perf_counter() - began, time.process_time() - own
+        self.cpu += cpu_seconds(self.pids()) - others + own
         self.pushes += 1
         return taken * 1000
 

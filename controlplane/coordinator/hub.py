@@ -12,6 +12,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
 
 import structlog
 
@@ -64,6 +66,8 @@ REST = 9
 """For each second that either takes to make, so many pass before the next one: of a large fleet most of the time is the
 engines', whose reports decide."""
 _SEEN = (UpdateChanged, ViewChanged)
+MAX_ENGINES_LOGGED = 32
+"""Of a record: each has a dozen words there, and a thousand of them a cost of their own."""
 MAX_PENDING_FRAMES = 256
 """Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
 
@@ -145,8 +149,10 @@ class Hub:
             now = self._now()
             effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
-            if effects:
+            if any(isinstance(effect, Save) for effect in effects):
                 await to_the_end(self._carry_out(effects))
+            else:
+                self._tell(effects)
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
                 self._told.set()
@@ -236,6 +242,7 @@ class Hub:
             return preview(self.core, model, transport, fate)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
+        """What is to be saved comes first (INV-9)."""
         for effect in effects:
             match effect:
                 case Save(UpdateDecided() as record):
@@ -246,6 +253,15 @@ class Hub:
                     tracing.soon(trace_decided, self.core.settings.run_id, self.core.updates[record.update_id])
                 case Save(record):
                     await self._save(record)
+                case _:
+                    self._tell([effect])
+
+    def _tell(self, effects: list[Effect]) -> None:
+        """What follows from what is saved."""
+        for effect in effects:
+            match effect:
+                case Save():
+                    raise AssertionError("saving takes a while")
                 case Welcome(session, term):
                     self._greet(session, term)
                 case CloseSession(session, error):
@@ -271,7 +287,7 @@ class Hub:
             raise
         update_id = getattr(record, "update_id", None)
         of_update = tracing.log_fields(self.core.settings.run_id, update_id) if update_id else {}
-        log.info("record_written", kind=type(record).__name__, record=str(record), **of_update)
+        log.info("record_written", kind=type(record).__name__, record=_in_short(record), **of_update)
 
     # ---- telling ----
 
@@ -373,6 +389,16 @@ class Hub:
         if topic is None:
             raise UnknownUpdate(update_id=update_id)
         return topic.watch()
+
+
+def _in_short(record: Any) -> str:
+    """For the log, which has a line for each of three records of every update: of a large fleet it names the first."""
+    more = 0
+    for name in {"engines", "outcomes"} & {f.name for f in fields(record)}:
+        named = getattr(record, name)
+        more = max(0, len(named) - MAX_ENGINES_LOGGED)
+        record = replace(record, **{name: named[:MAX_ENGINES_LOGGED]})
+    return f"{record} and {more} more" if more else str(record)
 
 
 def _no_carrier(carry: Carry) -> None:

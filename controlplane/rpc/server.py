@@ -12,7 +12,7 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,11 +51,16 @@ class RunningServer:
     health: HealthServicer
     address: str
     services: tuple[str, ...]
+    _said: dict[str, bool] = field(default_factory=dict)
+    """Readiness, as it was told last."""
 
     async def set_serving(self, serving: bool, *, besides: Collection[str] = ()) -> None:
         """Readiness, for the whole and for each service. `besides`: services that answer whatever the whole does."""
         for name in ("", *self.services):
             good = serving or name in besides
+            if self._said.get(name) is good:
+                continue
+            self._said[name] = good
             state = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
             await self.health.set(name, state)
 

@@ -195,7 +195,7 @@ class EngineLife:
         for effect in effects:
             match effect:
                 case events.Remember(term, coordinator_term, number):
-                    self._memory.remember(Remembered(term, coordinator_term, number, self._lives))
+                    self._remember(Remembered(term, coordinator_term, number, self._lives))
                 case events.CutStreaming(stream, error):
                     self._streaming[stream].cut(error)
                 case events.EndStream(stream, error):
@@ -212,6 +212,13 @@ class EngineLife:
             self._memory.settle()
         self._memory.settle_soon()
         return effects
+
+    def _remember(self, remembered: Remembered) -> None:
+        """A number that grew is written beside the update that brings it, terms before anything follows (INV-7)."""
+        if self._memory.put_off(remembered):
+            self._spawn(asyncio.to_thread(self._memory.write_number))
+        else:
+            self._memory.remember(remembered)
 
     def _count(self) -> None:
         """Rides along with the next report; a report for each request would be too many."""

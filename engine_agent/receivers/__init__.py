@@ -40,6 +40,8 @@ TRANSPORTS = ("shared_memory", "inline", "broadcast")
 DEFAULT_TRANSPORTS = ("shared_memory", "inline", *(["broadcast"] if find_spec("torch") else []))
 """Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
 
+NO_ROOM_NEEDED = frozenset({weight_update_pb2.TRANSPORT_SHARED_MEMORY})
+"""Those whose bytes stay where the sender put them."""
 PART_TRANSPORTS = frozenset({weight_update_pb2.TRANSPORT_INLINE, weight_update_pb2.TRANSPORT_SHARED_MEMORY})
 """Those of streaming updates."""
 

@@ -62,6 +62,7 @@ class Pushes:
         *,
         detached: bool = False,
         check: bool = False,
+        serving: bool = False,
         reference: CanaryReference | None = None,
         pause: PausePolicy | None = None,
     ) -> PendingPush:
@@ -84,6 +85,7 @@ class Pushes:
             sequence=self._sequence,
             detached=detached,
             check=check,
+            serving=serving,
             keeps_whole=self.held.keeps_whole,
             base=self.held.base,
             reference=None if reference is None else reference_to_proto(reference),

@@ -165,16 +165,19 @@ class TrainerRank:
             pending.released()
             return pending.applied(0)
         patience, started = self._patience(), time.monotonic()
+        serving = wait == "serving"
         with self._pushing(step, patience):
             while True:
-                pending = self._pushes.attempt(step, patience, check=check, reference=reference, pause=pause)
+                pending = self._pushes.attempt(
+                    step, patience, check=check, serving=serving, reference=reference, pause=pause
+                )
                 result = self._pushes.result(pending, patience)
                 if not result.retry:
                     break
                 log.warning("push_repeated", step=step, reason=result.error_reason, cause=result.error_message)
             if result.error_reason:
                 raise failure_of(result)
-            report = pending.served(patience) if check or wait == "serving" else pending.applied(0)
+            report = pending.served(patience) if check or serving else pending.applied(0)
             return replace(report, seconds=time.monotonic() - started)
 
     def push_async(
