@@ -109,10 +109,9 @@ class WireFleet:
 
 
 @contextmanager
-def wire_fleet(
-    weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = False
-) -> Iterator[WireFleet]:
-    """`transport`: how the coordinator plans, whatever host the engines are on. `keep_staging`: the agents' setting."""
+def wire_fleet(weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = True) -> Iterator[WireFleet]:
+    """`transport`: how the coordinator plans, whatever host the engines are on. Not `keep_staging`: the
+    agents' setting is false; else they are left to do as they do."""
     with tempfile.TemporaryDirectory() as at:
         directory = Path(at)
         processes = [start_module(directory, "coordinator", _coordinator(directory, transport))]
@@ -120,7 +119,7 @@ def wire_fleet(
             address_file = directory / "address"
             wait_until(address_file.exists)
             address = address_file.read_text()
-            keep = ["keep"] if keep_staging else []
+            keep = [] if keep_staging else ["afresh"]
             names = [f"e{i}" for i in range(engines)]
             processes += [start_module(directory, n, [ENGINE, address, str(directory), n, *keep]) for n in names]
             wait_until(lambda: _engines(address) == engines)
@@ -176,8 +175,8 @@ def wait_until(check: Callable[[], bool]) -> None:
 
 
 def main() -> None:
-    """An engine agent as a process: coordinator, directory, name, and `keep` if it keeps its staging."""
-    address, directory, name, *keep = sys.argv[1:]
+    """An engine agent as a process: coordinator, directory, name, and `afresh` if it keeps no staging."""
+    address, directory, name, *afresh = sys.argv[1:]
     settings = EngineSettings(
         engine_id=name,
         coordinator=address,
@@ -185,7 +184,7 @@ def main() -> None:
         state_dir=Path(directory) / "engines",
         backend="memory",
         memory=MemorySettings(tensors=smollm2_shapes(), dtype=DType.BF16),
-        keep_staging=bool(keep),
+        keep_staging=False if afresh else None,
     )
     sys.exit(asyncio.run(run_engine(settings)))
 

@@ -60,7 +60,7 @@ class Admission(EngineAccount):
         layout = self._layouts.get(event.layout_digest)
         if layout is not None:
             self._check_layout(update, layout)
-        effects = self._see_number(event.version.number) + self._see_writer(event)
+        effects = self._see_writer(event)
         if self._update is not None:
             same = self._update.update_id == update.update_id
             cause = "the same update was opened again" if same else f"version {update.version} comes instead"
@@ -68,14 +68,6 @@ class Admission(EngineAccount):
         self._update = update
         self._progress(update, Stage.RECEIVING)
         return [*effects, Accept(event.stream, layout_needed=layout is None, attached=False), Report()]
-
-    def _see_number(self, number: int) -> list[Effect]:
-        """The ledger gave it, whatever comes of it here; and what is noted now need not be while an install is waited
-        for."""
-        if number <= self.number:
-            return []
-        self.number = number
-        return [self._remember()]
 
     def _see_writer(self, event: Opened) -> list[Effect]:
         if event.by_coordinator:

@@ -62,13 +62,13 @@ class EngineLife:
         memory: Memory,
         *,
         deltas: bool = False,
-        keep_staging: bool = False,
+        keep_staging: bool | None = False,
         streaming: bool = False,
         pause: PausePolicy = KEEP,
     ) -> None:
         """`deltas`: the bytes of what it holds are kept, and deltas to them taken. `keep_staging`: memory that one
-        version came into is kept for the next. `streaming`: updates that are installed as they come are taken.
-        `pause`: of installs, unless their writers say how."""
+        version came into is kept for the next; None: where there is room. `streaming`: updates that are installed as
+        they come are taken. `pause`: of installs, unless their writers say how."""
         self.pause = pause
         self.clock_shift = time.time() - time.monotonic()
         """Seconds that turn this life's monotonic time into the clock's: of one moment, so that dates do not move."""
@@ -214,7 +214,7 @@ class EngineLife:
         return effects
 
     def _remember(self, remembered: Remembered) -> None:
-        """A number that grew is written beside the update that brings it, terms before anything follows (INV-7)."""
+        """A number that grew is written beside the install of its version, terms before anything follows (INV-7)."""
         if self._memory.put_off(remembered):
             self._spawn(asyncio.to_thread(self._memory.write_number))
         else:

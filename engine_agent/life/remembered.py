@@ -3,8 +3,8 @@ its engine had (L2), and who has its engine's devices.
 
 Small JSON files, each replaced atomically and synced before anything that follows from it. The number, which grows with
 every update, is written over in place in a file of its own: one write to the disk in place of three. That file is one
-sector, so that a write which a crash cuts short is there or is not. It is written when an update is opened, in a thread
-beside what follows, and before that update's version is claimed. What was decided stands also where the disk did not
+sector, so that a write which a crash cuts short is there or is not. It is written when a commit was taken, in a thread
+beside the install, and before that version is claimed. What was decided stands also where the disk did not
 take it (it is full, say): it is owed, written as soon as there is room, and until then no writer is let in (INV-7). An
 end of a loan that is owed harms nobody: the note names too many, whose word a restart awaits.
 """

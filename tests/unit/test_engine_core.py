@@ -283,7 +283,7 @@ def test_inv7_a_higher_term_ends_an_update_of_a_lower_one_before_its_install() -
     agent.receive(1)
     effects = agent.welcome(2)
     assert any(isinstance(x, events.EndStream) and isinstance(x.error, e.StaleTerm) for x in effects)
-    assert events.Remember(Term(2), Term(1), 1) in effects
+    assert events.Remember(Term(2), Term(1), 0) in effects
     with pytest.raises(e.UpdateAborted):
         agent.commit(1)
 
