@@ -178,11 +178,10 @@ class EngineCore(Admission, Installs):
         if fence is not None:  # judged once more at the start of an install (INV-7)
             raise fence
         update.committed = True
-        seen = self._see_number(update.version.number)
         if update.streaming:
-            return [*seen, FinishStreaming(event.stream, update)]
+            return [FinishStreaming(event.stream, update)]
         self._begin_install(update)
-        return [*seen, Report(), StartInstall(event.stream, update)]
+        return [*self._see_number(update.version.number), Report(), StartInstall(event.stream, update)]
 
     def _stream_ended(self, event: StreamEnded) -> list[Effect]:
         """INV-3: an end is never a commit. INV-4: before the first byte is installed it costs nothing."""

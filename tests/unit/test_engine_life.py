@@ -22,6 +22,7 @@ from controlplane.core.errors import (
     EngineNotReady,
     InstallFailed,
     UpdateInProgress,
+    WrongModel,
 )
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.core.sampling import SamplingSettings
@@ -33,6 +34,7 @@ from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
 from engine_agent.receivers.staging import Staging
+from engine_agent.services.lifecycle_service import report_of, status_of
 from tests.support.eventually import eventually
 
 LAYOUT = Layout((TensorSpec("w", DType.F32, (4,)),))
@@ -424,4 +426,19 @@ async def test_l4_a_round_trip_that_waits_behind_an_install_is_no_stall(
         await eventually(lambda: life.progress.looks > looked + 20)
         assert life.core.state.held_by(HoldKind.STALLED) is None
     await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) == "e0")
+    await life.end("the test is over")
+
+
+async def test_a_heartbeat_is_byte_for_byte_the_report_before_it_while_nothing_changes(tmp_path: Path) -> None:
+    """So the coordinator compares bytes, and reads nothing again; conditions, and their dates, it makes itself."""
+    life = await started(tmp_path)
+    head = (Incarnation("i"), UPDATE, Term(1), VERSION, LAYOUT.digest, 1, 16)
+    with pytest.raises(WrongModel):
+        life.apply(events.Opened(1, RunId("run"), ModelName("another"), *head))
+    first = report_of(life).SerializeToString()
+    await asyncio.sleep(0.01)
+    assert report_of(life).SerializeToString() == first
+    assert report_of(life).HasField("refused")
+    assert not report_of(life).conditions
+    assert status_of(life).conditions
     await life.end("the test is over")
