@@ -49,8 +49,7 @@ FIRST_WATCHED = 100_000
 def measure(quick: bool) -> list[Row]:
     agents = QUICK_AGENTS if quick else AGENTS
     span = QUICK_SPAN_SECONDS if quick else SPAN_SECONDS
-    with tempfile.TemporaryDirectory(prefix="bench-") as directory:
-        floor = _floor(Path(directory), agents, span)
+    floor = None if quick else _floor(agents, span)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, fleet(Path(directory), agents) as found:
         time.sleep(SETTLE_SECONDS)
         cpu, began = cpu_seconds([found.coordinator]), time.monotonic()
@@ -77,10 +76,10 @@ def measure(quick: bool) -> list[Row]:
     ]
 
 
-def _floor(directory: Path, agents: int, span: float) -> float:
+def _floor(agents: int, span: float) -> float:
     """Of a server that drops what it reads. In percent of a core."""
-    with processes(directory) as started:
-        file, words = directory / "floor-address", ("-m", "bench.bare_sessions")
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory, processes(Path(directory)) as started:
+        file, words = Path(directory) / "address", ("-m", "bench.bare_sessions")
         server = started.start("floor", *words, "serve", str(file))
         started.wait(file.exists, "the floor's start")
         for i in range(FLOOR_CLIENTS):
