@@ -3,7 +3,8 @@
 Real engine agents with in-memory engines, 250 in a process, each with a connection and a session of its own, which
 says its state once a second. The coordinator is a process, as it is started by people, its log and its ledger on disk.
 After all are known and a while to settle, its CPU time is read over a span in which nothing else happens: no update,
-nobody who looks at the fleet. Memory is its proportional set size at the end of that span.
+nobody who looks at the fleet. Memory is its proportional set size at the end of that span. Beside it stands a server
+that reads as many messages over grpc.aio and drops them, measured just before (`bench/bare_sessions.py`).
 
 Meanwhile a client watches the routes of three further engines, of a model that they serve from their start. One is
 killed (SIGKILL), one is stopped (SIGSTOP), and of one the network is cut: the relay before it is stopped, and neither
@@ -25,7 +26,7 @@ from typing import Any
 from bench.engine_host import FROZEN, RUN
 from bench.fleets import Fleet, fleet
 from bench.harness import Row
-from bench.processes import cpu_seconds, pss_bytes
+from bench.processes import cpu_seconds, processes, pss_bytes
 from controlplane.rpc.channels import open_channel
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
@@ -39,6 +40,8 @@ GOAL_MIB = 300.0
 GOAL_KILLED_SECONDS = 3.0
 GOAL_SILENT_SECONDS = 15.0
 GIVE_UP_SECONDS = 40.0
+FLOOR_CLIENTS = 4
+"""Processes, as for the agents."""
 FIRST_WATCHED = 100_000
 """Number of the first engine whose routes are watched."""
 
@@ -46,6 +49,7 @@ FIRST_WATCHED = 100_000
 def measure(quick: bool) -> list[Row]:
     agents = QUICK_AGENTS if quick else AGENTS
     span = QUICK_SPAN_SECONDS if quick else SPAN_SECONDS
+    floor = None if quick else _floor(agents, span)
     with tempfile.TemporaryDirectory(prefix="bench-") as directory, fleet(Path(directory), agents) as found:
         time.sleep(SETTLE_SECONDS)
         cpu, began = cpu_seconds([found.coordinator]), time.monotonic()
@@ -58,21 +62,43 @@ def measure(quick: bool) -> list[Row]:
         taken = asyncio.run(_unrouted(found))
     return [
         _cost(
-            "CPU", f"CPU time over {span:.0f} s without an update", agents, percent, "% of a core", GOAL_CORE_PERCENT
+            "CPU",
+            f"CPU time over {span:.0f} s without an update; the floor: as many reports over grpc.aio, and nobody who "
+            "makes anything of them",
+            agents,
+            percent,
+            "% of a core",
+            GOAL_CORE_PERCENT,
+            floor,
         ),
         _cost("memory", "proportional set size after that", agents, mib, "MiB", GOAL_MIB),
         *(_soon(how, agents, taken) for how in taken),
     ]
 
 
-def _cost(name: str, what: str, agents: int, value: float, unit: str, goal: float) -> Row:
+def _floor(agents: int, span: float) -> float:
+    """Of a server that drops what it reads. In percent of a core."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as directory, processes(Path(directory)) as started:
+        file, words = Path(directory) / "address", ("-m", "bench.bare_sessions")
+        server = started.start("floor", *words, "serve", str(file))
+        started.wait(file.exists, "the floor's start")
+        for i in range(FLOOR_CLIENTS):
+            started.start(f"clients-{i}", *words, "report", file.read_text(), str(agents // FLOOR_CLIENTS))
+        time.sleep(3 * SETTLE_SECONDS)
+        cpu, began = cpu_seconds([server]), time.monotonic()
+        time.sleep(span)
+        started.check()
+        return 100 * (cpu_seconds([server]) - cpu) / (time.monotonic() - began)
+
+
+def _cost(name: str, what: str, agents: int, value: float, unit: str, goal: float, floor: float | None = None) -> Row:
     return Row(
         name=f"{name}, {agents:,} sessions at 1 Hz",
         what=f"the coordinator's {what}",
         ours=value,
-        other=None,
+        other=floor,
         unit=unit,
-        ratio=None,
+        ratio=None if floor is None else value / floor,
         goal=f"<= {goal:g} {unit}" + (" at 1,000" if agents != AGENTS else ""),
         met=value <= goal,
     )

@@ -106,15 +106,14 @@ class WireFleet:
 
 
 @contextmanager
-def wire_fleet(
-    weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = False
-) -> Iterator[WireFleet]:
-    """`transport`: how the coordinator plans, whatever host the engines are on. `keep_staging`: the agents' setting."""
+def wire_fleet(weights: Weights, *, transport: str, engines: int = 1, keep_staging: bool = True) -> Iterator[WireFleet]:
+    """`transport`: how the coordinator plans, whatever host the engines are on. Not `keep_staging`: the
+    agents' setting is false; else they are left to do as they do."""
     with tempfile.TemporaryDirectory() as at, processes(Path(at)) as started:
         address = start_coordinator(started, RUN, transport=transport)
-        keep = ["keep"] if keep_staging else []
+        afresh = [] if keep_staging else ["afresh"]
         for name in (f"e{i}" for i in range(engines)):
-            started.start(name, "-m", ENGINE, address, at, name, *keep)
+            started.start(name, "-m", ENGINE, address, at, name, *afresh)
         started.wait(lambda: len(heard(address)) == engines, f"{engines} engines' hellos")
         trainer = {"coordinator": address, "run_id": RUN, "link_host": "127.0.0.1"}
         config = write_toml(Path(at, "trainer.toml"), trainer)
@@ -123,8 +122,8 @@ def wire_fleet(
 
 
 def main() -> None:
-    """An engine agent as a process: coordinator, directory, name, and `keep` if it keeps its staging."""
-    address, directory, name, *keep = sys.argv[1:]
+    """An engine agent as a process: coordinator, directory, name, and `afresh` if it keeps no staging."""
+    address, directory, name, *afresh = sys.argv[1:]
     settings = EngineSettings(
         engine_id=name,
         coordinator=address,
@@ -132,7 +131,7 @@ def main() -> None:
         state_dir=Path(directory) / "engines",
         backend="memory",
         memory=MemorySettings(tensors=smollm2_shapes(), dtype=DType.BF16),
-        keep_staging=bool(keep),
+        keep_staging=False if afresh else None,
     )
     sys.exit(asyncio.run(run_engine(settings)))
 

@@ -94,7 +94,8 @@ class KeptMaps:
             gone = [file for file in self._kept.values() if not _named(file)]
             for file in gone:
                 del self._kept[file.key]
-                file.close()
+        for file in gone:  # unmapping a large one takes a while, and nobody who takes another waits for it
+            file.close()
 
     def close(self) -> None:
         """Let go of everything; what is given back later is let go of too."""

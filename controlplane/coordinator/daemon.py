@@ -48,6 +48,8 @@ READS = ("weightplane.v1.Operator",)
 """Services that answer while the coordinator recovers."""
 TICKS_PER_TTL = 10
 """How finely silence is noticed."""
+STATUS_SECONDS = 1.0
+"""How often `systemctl status` may say something else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,8 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
     ticker = asyncio.create_task(hub.tick_forever(settings.lease_ttl_seconds / TICKS_PER_TTL))
     publisher = asyncio.create_task(hub.publish_forever())
     supervisor = Supervisor()
-    readiness = asyncio.create_task(_follow_readiness(hub, server, supervisor))
+    readiness = asyncio.create_task(_follow_readiness(hub, server))
+    status = asyncio.create_task(_tell_supervisor(hub, supervisor))
     signalled = asyncio.create_task(wait_for_signal(stop))
     feeding = asyncio.create_task(supervisor.feed(lambda: hub.ticks))
     measuring = asyncio.create_task(watch_loop())
@@ -219,17 +222,23 @@ async def _serve(settings: CoordinatorSettings, hub: Hub, server: RunningServer,
         return ExitCode.OK
     finally:
         supervisor.stopping()
-        for task in (ticker, publisher, readiness, signalled, feeding, measuring):
+        for task in (ticker, publisher, readiness, status, signalled, feeding, measuring):
             task.cancel()
 
 
-async def _follow_readiness(hub: Hub, server: RunningServer, supervisor: Supervisor) -> None:
+async def _follow_readiness(hub: Hub, server: RunningServer) -> None:
     """NOT_SERVING while recovering: reads are allowed, updates are not."""
+    async for recovering in hub.recovering.watch():
+        await server.set_serving(not recovering, besides=READS)
+
+
+async def _tell_supervisor(hub: Hub, supervisor: Supervisor) -> None:
+    """Beside the views that others are shown: none is made for this."""
     said = ""
-    async for view in hub.view.watch():
-        await server.set_serving(not view.recovering, besides=READS)
-        if said != (said := _in_a_line(view)):
+    while True:
+        if said != (said := _in_a_line(hub.view.value)):
             supervisor.status(said)
+        await asyncio.sleep(STATUS_SECONDS)
 
 
 def _in_a_line(view: operator_pb2.FleetView) -> str:

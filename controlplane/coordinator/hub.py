@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import fields, replace
+from typing import Any
 
 import structlog
 
@@ -59,10 +62,14 @@ TOGETHER_SECONDS = 0.02
 engine that takes requests under a version does not wait for others: the trainer's loop may wait for just that."""
 VIEW_SECONDS = 0.1
 """The same for people: a view is made of the whole fleet."""
+UNWATCHED_VIEW_SECONDS = 1.0
+"""The same while nobody looks: for what happened, and for whoever asks for metrics."""
 REST = 9
 """For each second that either takes to make, so many pass before the next one: of a large fleet most of the time is the
 engines', whose reports decide."""
 _SEEN = (UpdateChanged, ViewChanged)
+MAX_ENGINES_LOGGED = 32
+"""Of a record: each has a dozen words there, and a thousand of them a cost of their own."""
 MAX_PENDING_FRAMES = 256
 """Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
 
@@ -96,12 +103,13 @@ class Hub:
         self.heartbeat_seconds = heartbeat_seconds
         self.clock_shift = time.time() - time.monotonic()
         """Seconds that turn the core's time into the clock's: of one moment, so that dates do not move."""
-        self._decided, self._happenings, self._lags = views.Decided(), Happenings(), TokenLags()
+        self._messages, self._happenings, self._lags = views.Messages(), Happenings(), TokenLags()
         self.failed: asyncio.Future[LedgerError] = asyncio.get_running_loop().create_future()
         first = self._view()
         self._happenings.see(first)
         self._lags.see(first)
         self.view: Latest[operator_pb2.FleetView] = Latest(first)
+        self.recovering = Latest(core.recovering)
         self.stacks = StackShelf()
         self.start_carry: Callable[[Carry], None] = _no_carrier
         """Who brings versions from checkpoints; set by the daemon."""
@@ -145,13 +153,17 @@ class Hub:
             now = self._now()
             effects = self.core.handle(event, now)
             # A caller that leaves must not leave half of the effects undone, nor let the next event in before them.
-            if effects:
+            if any(isinstance(effect, Save) for effect in effects):
                 await to_the_end(self._carry_out(effects))
+            else:
+                self._tell(effects)
             if any(isinstance(effect, _SEEN) for effect in effects):
                 self._seen.set()
                 self._told.set()
                 if isinstance(event, EngineReported) and event.gate_open:
                     self._tell_first_route(event.session)
+            if self.recovering.value != self.core.recovering:
+                self.recovering.set(self.core.recovering)
             return effects
 
     def _now(self) -> float:
@@ -178,20 +190,35 @@ class Hub:
         events, so that nothing is shown that is not in the ledger (INV-9)."""
         await asyncio.gather(
             self._publish_together(self._told, self._publish_changes, TOGETHER_SECONDS),
-            self._publish_together(self._seen, self._publish_view, VIEW_SECONDS),
+            self._publish_together(self._seen, self._publish_view, VIEW_SECONDS, self._unwatched),
         )
 
-    async def _publish_together(self, changed: asyncio.Event, publish: Callable[[], None], seconds: float) -> None:
+    async def _publish_together(
+        self,
+        changed: asyncio.Event,
+        publish: Callable[[], None],
+        seconds: float,
+        then: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """`then`: what may be waited for beyond that."""
         rest = seconds
         while True:
             await changed.wait()
             await asyncio.sleep(rest)
+            if then is not None:
+                await then()
             async with self._lock:
                 changed.clear()
                 began = time.monotonic()
                 if not self.failed.done():
                     publish()
                 rest = max(seconds, REST * (time.monotonic() - began))
+
+    async def _unwatched(self) -> None:
+        """Wait on while nobody looks."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(UNWATCHED_VIEW_SECONDS - VIEW_SECONDS):
+                await self.view.watched()
 
     async def fleet_view(self) -> operator_pb2.FleetView:
         """As it is now."""
@@ -221,6 +248,7 @@ class Hub:
             return preview(self.core, model, transport, fate)
 
     async def _carry_out(self, effects: list[Effect]) -> None:
+        """What is to be saved comes first (INV-9)."""
         for effect in effects:
             match effect:
                 case Save(UpdateDecided() as record):
@@ -231,6 +259,15 @@ class Hub:
                     tracing.soon(trace_decided, self.core.settings.run_id, self.core.updates[record.update_id])
                 case Save(record):
                     await self._save(record)
+                case _:
+                    self._tell([effect])
+
+    def _tell(self, effects: list[Effect]) -> None:
+        """What follows from what is saved."""
+        for effect in effects:
+            match effect:
+                case Save():
+                    raise AssertionError("saving takes a while")
                 case Welcome(session, term):
                     self._greet(session, term)
                 case CloseSession(session, error):
@@ -256,7 +293,7 @@ class Hub:
             raise
         update_id = getattr(record, "update_id", None)
         of_update = tracing.log_fields(self.core.settings.run_id, update_id) if update_id else {}
-        log.info("record_written", kind=type(record).__name__, record=str(record), **of_update)
+        log.info("record_written", kind=type(record).__name__, record=_in_short(record), **of_update)
 
     # ---- telling ----
 
@@ -336,7 +373,7 @@ class Hub:
         self.view.set(view)
 
     def _view(self) -> operator_pb2.FleetView:
-        return views.fleet_view(self.core, time.monotonic(), self.clock_shift, self._decided)
+        return views.fleet_view(self.core, time.monotonic(), self.clock_shift, self._messages)
 
     # ---- watching ----
 
@@ -374,6 +411,16 @@ class Hub:
         if topic is None:
             raise UnknownUpdate(update_id=update_id)
         return topic.watch()
+
+
+def _in_short(record: Any) -> str:
+    """For the log, which has a line for each of three records of every update: of a large fleet it names the first."""
+    more = 0
+    for name in {"engines", "outcomes"} & {f.name for f in fields(record)}:
+        named = getattr(record, name)
+        more = max(0, len(named) - MAX_ENGINES_LOGGED)
+        record = replace(record, **{name: named[:MAX_ENGINES_LOGGED]})
+    return f"{record} and {more} more" if more else str(record)
 
 
 def _no_carrier(carry: Carry) -> None:

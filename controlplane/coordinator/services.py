@@ -90,7 +90,7 @@ class FleetService(fleet_pb2_grpc.FleetServicer):
         last = hello
         event: events.Event | None = None
         async for frame in iterator:
-            if event is not None and frame == last:  # a heartbeat: it says once more what it said
+            if event is not None and frame is last:  # a heartbeat: it says once more what it said
                 await self._hub.handle(event)
                 continue
             kind = frame.WhichOneof("frame")

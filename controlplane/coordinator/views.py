@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TypeVar
 
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from controlplane.core.canary import Verification
+from controlplane.core.conditions import Condition
+from controlplane.core.engine_state import Refusal
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_book import Doubt
 from controlplane.core.fleet_doubts import verification
 from controlplane.core.fleet_preview import Preview
-from controlplane.core.fleet_records import CheckpointKept, EngineRecord, TrainerRecord
+from controlplane.core.fleet_records import CheckpointKept, EngineKept, EngineRecord, Judged, TrainerRecord
 from controlplane.core.kept_stacks import Kept
 from controlplane.core.names import natural_key
+from controlplane.core.plan import EnginePlace
 from controlplane.core.plan_costs import SenderCost, engine_costs, sender_costs
 from controlplane.core.update_outcomes import Outcome, Times
 from controlplane.core.update_transaction import Phase, UpdateTransaction
-from controlplane.core.versions import EngineId, ModelName, UpdateId
+from controlplane.core.versions import EngineId, ModelName, UpdateId, WeightVersion
 from controlplane.rpc.codec import commit_to_proto, engine_ref, version_to_proto
 from controlplane.rpc.engine_codec import (
     STAGES,
@@ -117,12 +121,38 @@ def _date(at: float | None, shift: float) -> Timestamp | None:
     return None if at is None else timestamp(at + shift)
 
 
-class Decided:
-    """Messages of what does not change any more: a view of the whole fleet is made many times a second."""
+@dataclass(frozen=True, slots=True)
+class _EngineShown:
+    """What a view says of an engine, but for the time of its report."""
+
+    place: EnginePlace
+    judged: Judged
+    conditions: tuple[Condition, ...]
+    refused: Refusal | None
+    capabilities: tuple[str, ...]
+    desired: WeightVersion | None
+    catch_up: str
+    verification: Verification
+    kept: EngineKept | None
+    lag: int | None
+
+
+class Messages:
+    """Messages that a view has in common with those before it: it is made often, and little changes in between."""
 
     def __init__(self) -> None:
         self._updates: dict[UpdateId, fleet_pb2.UpdateState] = {}
+        """Decided ones."""
         self._plans: dict[UpdateId, fleet_pb2.Plan] = {}
+        self._engines: dict[EngineId, tuple[_EngineShown, operator_pb2.EngineView]] = {}
+
+    def engine(self, shown: _EngineShown, reported_at: float, shift: float) -> operator_pb2.EngineView:
+        """To be copied: the next view has the same message."""
+        before = self._engines.get(shown.place.engine_id)
+        made = before[1] if before is not None and before[0] == shown else _engine_view(shown, shift)
+        made.report_time.FromNanoseconds(int((reported_at + shift) * 1e9))
+        self._engines[shown.place.engine_id] = shown, made
+        return made
 
     def update(self, update: UpdateTransaction, shift: float) -> fleet_pb2.UpdateState:
         if not update.phase.final:
@@ -136,16 +166,17 @@ class Decided:
             self._plans[update.update_id] = plan_to_proto(update.plan)
         return self._plans[update.update_id]
 
-    def forget(self, known: Collection[UpdateId], planned: Collection[UpdateId]) -> None:
-        """Keep these alone."""
-        self._updates = {k: v for k, v in self._updates.items() if k in known}
+    def forget(self, core: FleetCore, planned: Collection[UpdateId]) -> None:
+        """Keep what the core knows, and these plans."""
+        self._updates = {k: v for k, v in self._updates.items() if k in core.updates}
         self._plans = {k: v for k, v in self._plans.items() if k in planned}
+        self._engines = {k: v for k, v in self._engines.items() if k in core.engines}
 
 
-def fleet_view(core: FleetCore, now: float, shift: float, decided: Decided) -> operator_pb2.FleetView:
+def fleet_view(core: FleetCore, now: float, shift: float, messages: Messages) -> operator_pb2.FleetView:
     """Everything, less what happened. `now` is the core's monotonic time; `shift` as for `update_state`."""
     plans = _latest_plans(core)
-    decided.forget(core.updates.keys(), {u.update_id for u in plans})
+    messages.forget(core, {u.update_id for u in plans})
     core.date_conditions(now)
     regressed = next(iter(core.above.values()), None)
     return operator_pb2.FleetView(
@@ -153,14 +184,14 @@ def fleet_view(core: FleetCore, now: float, shift: float, decided: Decided) -> o
         coordinator_term=core.term,
         recovering=core.recovering,
         state=fleet_state(core),
-        engines=[_engine_view(core, r, shift) for r in _by_name(core.engines)],
+        engines=[messages.engine(shown, at, shift) for shown, at in _shown_engines(core)],
         trainers=[_trainer_view(t, shift) for _, t in sorted(core.trainers.items())],
-        updates=[decided.update(u, shift) for u in _shown(core.updates.values())],
+        updates=[messages.update(u, shift) for u in _shown(core.updates.values())],
         checkpoints=[checkpoint(c) for _, m in sorted(core.models.items()) for c in _newest_checkpoints(m.checkpoints)],
         ledger_regressed="" if regressed is None else str(regressed),
         time=timestamp(now + shift),
         awaited_engine_ids=sorted(core.awaited, key=natural_key),
-        plans=[operator_pb2.ModelPlan(model=u.model, update_id=u.update_id, plan=decided.plan(u)) for u in plans],
+        plans=[operator_pb2.ModelPlan(model=u.model, update_id=u.update_id, plan=messages.plan(u)) for u in plans],
     )
 
 
@@ -278,30 +309,49 @@ def _outcome(outcome: Outcome, times: Times, shift: float) -> fleet_pb2.EngineOu
     )
 
 
-def _engine_view(core: FleetCore, record: EngineRecord, shift: float) -> operator_pb2.EngineView:
-    status = state_to_proto(record.state, frozenset(core.served_for(record)))
-    if record.refused is not None:
-        status.refused.CopyFrom(refusal_to_proto(record.refused, shift))
-    desired, carry = core.desired(record), core.carries.get(record.place.engine_id)
-    kept = core.kept_at(record)
+def _shown_engines(core: FleetCore) -> Iterator[tuple[_EngineShown, float]]:
+    """In the order of plans, each with the time of its report. Their conditions are dated."""
+    under_way = {name: core.open_update(name) for name in core.models}
+    for record in _by_name(core.engines):
+        assert record.judged is not None, "its conditions are dated"
+        carry = core.carries.get(record.place.engine_id)
+        shown = _EngineShown(
+            place=record.place,
+            judged=record.judged,
+            conditions=record.conditions,
+            refused=record.refused,
+            capabilities=record.capabilities,
+            desired=core.desired_beside(record, under_way.get(record.state.model)),
+            catch_up="" if carry is None else carry.update_id,
+            verification=verification(core, record.state),
+            kept=core.kept_at(record),
+            lag=_lag(core, record),
+        )
+        yield shown, record.reported_at
+
+
+def _engine_view(shown: _EngineShown, shift: float) -> operator_pb2.EngineView:
+    place, judged = shown.place, shown.judged
+    status = state_to_proto(judged.state, frozenset(judged.served))
+    if shown.refused is not None:
+        status.refused.CopyFrom(refusal_to_proto(shown.refused, shift))
     return operator_pb2.EngineView(
         status=status,
-        known=record.session is not None,
-        report_time=timestamp(record.reported_at + shift),
-        routable=core.routable(record),
-        endpoint=record.place.endpoint,
-        device_uuids=record.place.device_uuids,
-        desired=None if desired is None else version_to_proto(desired),
-        conditions=conditions_to_proto(record.conditions, shift),
-        group=record.place.group,
-        unit=record.place.unit,
-        catch_up="" if carry is None else carry.update_id,
-        verification=VERIFICATIONS[verification(core, record.state)],
-        kept=None if kept is None else version_to_proto(kept.version),
-        capabilities=record.capabilities,
-        lag=_lag(core, record),
-        likeness=record.place.likeness,
-        host_id=record.place.host_id,
+        known=judged.known,
+        routable=judged.routable,
+        endpoint=place.endpoint,
+        device_uuids=place.device_uuids,
+        desired=None if shown.desired is None else version_to_proto(shown.desired),
+        conditions=conditions_to_proto(shown.conditions, shift),
+        group=place.group,
+        unit=place.unit,
+        catch_up=shown.catch_up,
+        verification=VERIFICATIONS[shown.verification],
+        kept=None if shown.kept is None else version_to_proto(shown.kept.version),
+        capabilities=shown.capabilities,
+        lag=shown.lag,
+        likeness=place.likeness,
+        host_id=place.host_id,
     )
 
 

@@ -80,11 +80,15 @@ def fleet_conditions(
 def dated(fresh: Iterable[Condition], before: Iterable[Condition], now: float) -> tuple[Condition, ...]:
     """`fresh` with the times of `before` where the status is the same."""
     known = {c.type: c for c in before}
-    return tuple(replace(c, since=_since(c, known.get(c.type), now)) for c in fresh)
+    return tuple(_dated(c, known.get(c.type), now) for c in fresh)
 
 
-def _since(fresh: Condition, before: Condition | None, now: float) -> float:
-    return before.since if before is not None and before.status == fresh.status else now
+def _dated(fresh: Condition, before: Condition | None, now: float) -> Condition:
+    if before is None or before.status != fresh.status:
+        return replace(fresh, since=now)
+    if (before.reason, before.message) == (fresh.reason, fresh.message):
+        return before
+    return replace(fresh, since=before.since)
 
 
 def _weights_held(state: EngineState) -> Condition:

@@ -128,5 +128,12 @@ class EngineAccount:
             ),
         )
 
+    def _see_number(self, number: int) -> list[Effect]:
+        """Of a commit that was taken: what is noted now need not be when the install is over."""
+        if number <= self.number:
+            return []
+        self.number = number
+        return [self._remember()]
+
     def _remember(self) -> Remember:
         return Remember(self.term, self.coordinator_term, self.number)

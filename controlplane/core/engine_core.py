@@ -183,7 +183,7 @@ class EngineCore(Admission, Streaming):
         if update.streaming:
             return [FinishStreaming(event.stream, update)]
         self._begin_install(update)
-        return [Report(), StartInstall(event.stream, update)]
+        return [*self._see_number(update.version.number), Report(), StartInstall(event.stream, update)]
 
     def _stream_ended(self, event: StreamEnded) -> list[Effect]:
         """INV-3: an end is never a commit. INV-4: before the first byte is installed it costs nothing."""

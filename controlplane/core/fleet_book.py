@@ -17,6 +17,7 @@ from controlplane.core.fleet_records import (
     REQUEST_ID_SECONDS,
     EngineKept,
     EngineRecord,
+    Judged,
     ModelRecord,
     Recovered,
     RequestKnown,
@@ -289,11 +290,11 @@ class Book:
     def date_conditions(self, now: float) -> None:
         """What is true of each engine, for people, with the time since when."""
         for record in self.engines.values():
-            known = record.session is not None
-            fresh = fleet_conditions(
-                record.state, frozenset(self.served_for(record)), known=known, routable=self.routable(record)
-            )
-            record.conditions = dated(fresh, record.conditions, now)
+            judged = Judged(record.state, self.served_for(record), record.session is not None, self.routable(record))
+            if judged != record.judged:
+                served = frozenset(judged.served)
+                fresh = fleet_conditions(record.state, served, known=judged.known, routable=judged.routable)
+                record.judged, record.conditions = judged, dated(fresh, record.conditions, now)
 
     # ---- models and updates ----
 
@@ -306,7 +307,10 @@ class Book:
 
     def desired(self, record: EngineRecord) -> WeightVersion | None:
         """What the fleet wants this engine to hold: the open update's version once it went, else the newest served."""
-        update = self.open_update(record.state.model)
+        return self.desired_beside(record, self.open_update(record.state.model))
+
+    def desired_beside(self, record: EngineRecord, update: UpdateTransaction | None) -> WeightVersion | None:
+        """The same, where the open update is known."""
         if update is not None and update.went_go and record.place.engine_id in update.outcomes:
             return update.version
         return max(self.wanted_of(record), default=None)

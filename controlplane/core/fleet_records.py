@@ -28,6 +28,17 @@ from controlplane.core.versions import (
 # ---- in memory ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What the conditions of an engine are made of."""
+
+    state: EngineState
+    served: tuple[WeightVersion, ...]
+    """What it may serve."""
+    known: bool
+    routable: bool
+
+
 @dataclass
 class EngineRecord:
     """An engine as it last said (INV-8). `session` is None when it is silent: UNKNOWN."""
@@ -42,6 +53,8 @@ class EngineRecord:
     """The latest version that this life would not take, or could not."""
     missed: int = 0
     """Decisions in a row that it was alive for, and which its own update came too late for."""
+    judged: Judged | None = None
+    """As of the latest `date_conditions`."""
     conditions: tuple[Condition, ...] = ()
 
     @property

@@ -15,6 +15,7 @@ class Latest(Generic[T]):
     def __init__(self, value: T) -> None:
         self._value = value
         self._changed = asyncio.Event()
+        self._watchers, self._watched = 0, asyncio.Event()
 
     @property
     def value(self) -> T:
@@ -28,10 +29,21 @@ class Latest(Generic[T]):
 
     async def watch(self) -> AsyncIterator[T]:
         """The value now, and after each change. Endless."""
-        while True:
-            changed = self._changed
-            yield self._value
-            await changed.wait()
+        self._watchers += 1
+        self._watched.set()
+        try:
+            while True:
+                changed = self._changed
+                yield self._value
+                await changed.wait()
+        finally:
+            self._watchers -= 1
+            if not self._watchers:
+                self._watched.clear()
+
+    async def watched(self) -> None:
+        """Wait until somebody follows it; return at once while somebody does."""
+        await self._watched.wait()
 
     async def wait_for(self, predicate: Callable[[T], bool], timeout_seconds: float) -> T:
         """The first value that satisfies `predicate`, the present one included. Raises TimeoutError."""

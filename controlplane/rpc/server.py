@@ -12,7 +12,8 @@ import signal
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc
@@ -38,6 +39,8 @@ log = structlog.get_logger(__name__)
 MAX_CONCURRENT_RPCS = 4096
 """Streams and calls at once; each agent keeps one or two open, each running sample one."""
 STOP_GRACE_SECONDS = 2.0
+REPEATED_BYTES = 16 * 1024
+"""A stream's frame up to this size is kept until the next one, which may say the same."""
 
 
 @dataclass
@@ -48,11 +51,16 @@ class RunningServer:
     health: HealthServicer
     address: str
     services: tuple[str, ...]
+    _said: dict[str, bool] = field(default_factory=dict)
+    """Readiness, as it was told last."""
 
     async def set_serving(self, serving: bool, *, besides: Collection[str] = ()) -> None:
         """Readiness, for the whole and for each service. `besides`: services that answer whatever the whole does."""
         for name in ("", *self.services):
             good = serving or name in besides
+            if self._said.get(name) is good:
+                continue
+            self._said[name] = good
             state = health_pb2.HealthCheckResponse.SERVING if good else health_pb2.HealthCheckResponse.NOT_SERVING
             await self.health.set(name, state)
 
@@ -124,7 +132,9 @@ class _Boundary(grpc.aio.ServerInterceptor):
         inner = handler.stream_stream or handler.stream_unary or handler.unary_stream or handler.unary_unary
         # Reflection and health are not ours: their messages declare no rules.
         whole, stream = (_checked, _checked_stream) if ours else (_decoded, _decoded_stream)
-        check = stream if handler.request_streaming else whole
+        check: Callable[[Any], Any] = whole
+        if handler.request_streaming:
+            check = partial(stream, _decoder(handler.request_deserializer))
         # Those of health write their answers, and yield none.
         yields = handler.response_streaming and (ours or inspect.isasyncgenfunction(inner))
         wrap = _stream_response if yields else _unary_response
@@ -138,7 +148,8 @@ def _handler_like(handler: Any, behaviour: Any) -> grpc.RpcMethodHandler[Any, An
         (True, False): grpc.stream_unary_rpc_method_handler,
         (True, True): grpc.stream_stream_rpc_method_handler,
     }[(handler.request_streaming, handler.response_streaming)]
-    decode = _decoder(handler.request_deserializer)
+    # Of a stream each frame is decoded when it is read, unless it says once more what the one before it said.
+    decode = None if handler.request_streaming else _decoder(handler.request_deserializer)
     made: grpc.RpcMethodHandler[Any, Any] = make(behaviour, decode, handler.response_serializer)
     return made
 
@@ -171,16 +182,22 @@ def _checked(request: Any) -> Any:
     return request
 
 
-async def _checked_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        decoded = _decoded(request)
-        validate(decoded.frame if isinstance(decoded, BulkFrame) else decoded)
+async def _checked_stream(decode: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    """A frame that is byte for byte the one before it, such as a heartbeat, is that very object, and not decoded or
+    validated again."""
+    before, request = b"", None
+    async for data in requests:
+        if request is None or data != before:
+            before, request = data, _decoded(decode(data))
+            validate(request.frame if isinstance(request, BulkFrame) else request)
         yield request
+        if len(before) > REPEATED_BYTES:
+            before, request = b"", None
 
 
-async def _decoded_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    async for request in requests:
-        yield _decoded(request)
+async def _decoded_stream(decode: Callable[[bytes], Any], requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
+    async for data in requests:
+        yield _decoded(decode(data))
 
 
 def _unary_response(inner: Any, check: Callable[[Any], Any], method: str, guard: Guard) -> Any:

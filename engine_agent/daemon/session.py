@@ -37,7 +37,7 @@ from controlplane.rpc.latest import Latest
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.security.diagnosis import explained
 from engine_agent.life.engine_life import EngineLife
-from engine_agent.services.lifecycle_service import status_of
+from engine_agent.services.lifecycle_service import report_of
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, version_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
@@ -184,7 +184,7 @@ class Session:
         while self._goodbye is None:
             sent = await self._next_state(sent)
             self._told_open = self._life.core.gate_open
-            yield fleet_pb2.SessionRequest(engine_status=status_of(self._life))
+            yield fleet_pb2.SessionRequest(engine_status=report_of(self._life))
             self._told.set(sent)
         yield fleet_pb2.SessionRequest(goodbye=fleet_pb2.Goodbye(reason=self._goodbye))
 
@@ -210,7 +210,7 @@ class Session:
         life = self._life
         facts = life.facts
         return fleet_pb2.EngineHello(
-            status=status_of(life),
+            status=report_of(life),
             endpoint=self._endpoint,
             host_id=host_id(),
             device_uuids=life.lent.device_uuids,

@@ -58,9 +58,10 @@ class EngineSettings:
     deltas: bool = False
     """Keep the bytes of what the engine holds, and take updates that change only some of them. Costs host memory of one
     copy of the weights, and of a second one during an update; with shared memory it brings nothing."""
-    keep_staging: bool = False
+    keep_staging: bool | None = None
     """Keep the memory into which versions come from other hosts (host memory, as large as the weights) from one update
-    to the next: making it anew takes longer than writing to it. False: it is there while an update is."""
+    to the next: making it anew takes longer than writing to it. False: it is there while an update is. Unset: it is
+    kept where four times as much is available beside it."""
     apply: Literal["staged", "streaming"] = "staged"
     """staged: the engine generates until a version is here, whole and checked. streaming: what comes by shared memory
     or inline is installed chunk by chunk, and needs no second copy of the weights here; generation stands still for

@@ -49,8 +49,8 @@ class LifeSettings:
 
     deltas: bool = False
     """The bytes of what it holds are kept, and deltas to them taken."""
-    keep_staging: bool = False
-    """Memory that one version came into is kept for the next."""
+    keep_staging: bool | None = False
+    """Memory that one version came into is kept for the next; None: where there is room."""
     streaming: bool = False
     """Updates that are installed as they come are taken."""
     pause: PausePolicy = KEEP
@@ -63,6 +63,8 @@ class EngineLife:
     def __init__(
         self, initial: EngineState, engine: Engine, memory: Memory, settings: LifeSettings = LifeSettings()
     ) -> None:
+        self.clock_shift = time.time() - time.monotonic()
+        """Seconds that turn this life's monotonic time into the clock's: of one moment, so that dates do not move."""
         seen, self.number = memory.begin_life()
         self._memory, self._lives = memory, seen.lives
         self._takes_streaming = settings.streaming
@@ -158,7 +160,7 @@ class EngineLife:
         for effect in effects:
             match effect:
                 case fx.Remember(term, coordinator_term, number):
-                    self._memory.remember(Remembered(term, coordinator_term, number, self._lives))
+                    self._remember(Remembered(term, coordinator_term, number, self._lives))
                 case fx.CutStreaming(stream, error):
                     self.streams.cut(stream, error)
                 case fx.EndStream(stream, error):
@@ -175,6 +177,13 @@ class EngineLife:
             self._memory.settle()
         self._memory.settle_soon()
         return effects
+
+    def _remember(self, remembered: Remembered) -> None:
+        """A number that grew is written beside the install of its version, terms before anything follows (INV-7)."""
+        if self._memory.put_off(remembered):
+            self._tasks.spawn(asyncio.to_thread(self._memory.write_number))
+        else:
+            self._memory.remember(remembered)
 
     def _disagree(self, cause: str) -> None:
         log.error("spans_disagree", cause=cause)

@@ -3,7 +3,8 @@ its engine had (L2), and who has its engine's devices.
 
 Small JSON files, each replaced atomically and synced before anything that follows from it. The number, which grows with
 every update, is written over in place in a file of its own: one write to the disk in place of three. That file is one
-sector, so that a write which a crash cuts short is there or is not. What was decided stands also where the disk did not
+sector, so that a write which a crash cuts short is there or is not. It is written when a commit was taken, in a thread
+beside the install, and before that version is claimed. What was decided stands also where the disk did not
 take it (it is full, say): it is owed, written as soon as there is room, and until then no writer is let in (INV-7). An
 end of a loan that is owed harms nobody: the note names too many, whose word a restart awaits.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -70,6 +72,9 @@ class Memory:
         self._run_id = run_id
         self._model = model
         self._owed: Remembered | None = None
+        self._put_off: Remembered | None = None
+        """A number that a thread is to write."""
+        self._lock = threading.RLock()
         self._owed_lent: tuple[Lent | None] | None = None
         self._retry_at = 0.0
 
@@ -113,16 +118,38 @@ class Memory:
 
     def remember(self, remembered: Remembered) -> None:
         """What was decided already, so nothing is raised: if the disk does not take it, it is owed."""
-        self._owed = remembered
-        self._try_to_settle()
+        with self._lock:  # a thread that writes the number is waited for
+            self._put_off = None
+            if remembered == self._saved and self._owed is None:
+                return
+            self._owed = remembered
+            self._try_to_settle()
+
+    def put_off(self, remembered: Remembered) -> bool:
+        """Whether only the number grew, and nothing is owed: then `write_number` is to be called in a thread, and the
+        next `remember` returns after it."""
+        with self._lock:
+            before = self._put_off or self._saved
+            alone = before is not None and remembered == replace(before, number=remembered.number)
+            if not alone or before == remembered or self._owed is not None:
+                return False
+            self._put_off = remembered
+            return True
+
+    def write_number(self) -> None:
+        """What was put off, if it still is. Raises nothing: it may be owed then."""
+        with self._lock:
+            if self._put_off is not None:
+                self.remember(self._put_off)
 
     def settle(self) -> None:
         """Before a writer is let in: what is owed of terms and numbers is on the disk when this returns (INV-7).
 
         Raises LedgerError.
         """
-        if self._owed is not None:
-            self.save(self._owed)
+        with self._lock:
+            if self._owed is not None:
+                self.save(self._owed)
 
     def settle_soon(self) -> None:
         """Now and then, while something is owed."""

@@ -17,7 +17,8 @@ from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, PartReceiver, Receiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
-from engine_agent.receivers.staging import Spare, Staging
+from engine_agent.receivers.spare import Spare
+from engine_agent.receivers.staging import Staging
 from weightplane.v1 import weight_update_pb2
 
 __all__ = [
@@ -35,6 +36,9 @@ __all__ = [
     "require_received",
     "transports_of",
 ]
+
+NO_ROOM_NEEDED = frozenset({weight_update_pb2.TRANSPORT_SHARED_MEMORY})
+"""Those whose bytes stay where the sender put them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class SharedMemoryReceiver:
     """By reference: the sender's memory is free only when the update is over."""
 
     releases_at_once = False
-    quick = False
+    quick = True  # a segment is mapped without its pages: those of few bytes are as few
     keeps = False
 
     def __init__(

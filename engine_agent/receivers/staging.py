@@ -3,8 +3,8 @@
 It is an unnamed shared-memory file: workers map it through this process's descriptor table, and it vanishes with the
 last process that has it open, however that ends. Tensors lie in the order of the layout, each aligned.
 
-Pages cost more than what is written to them: where the settings say so the memory of a version that was installed is
-the next one's (`Spare`). That of any other is not, since somebody may still read it (INV-12).
+Pages cost more than what is written to them: the memory of a version that was installed may be the next one's
+(`Spare`). That of any other is not, since somebody may still read it (INV-12).
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 
 import xxhash
 
@@ -23,65 +22,10 @@ from controlplane.core.errors import ByteCountMismatch, LimitExceeded
 from controlplane.core.layout import Layout
 from engine_agent.engine import Placement, SegmentSpan, StagedPart, StagedWeights
 from engine_agent.receivers.port import require_equal
+from engine_agent.receivers.spare import Spare, StagingMemory
 
 ALIGNMENT_BYTES = 64
 """Tensors start at multiples of this, so that views of any dtype can be made of them."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Memory:
-    """An unnamed file, and its mapping."""
-
-    descriptor: int
-    mapping: mmap.mmap
-
-    @property
-    def size(self) -> int:
-        return len(self.mapping)
-
-    def close(self) -> None:
-        """What still looks into it (an operation of torch's) keeps the memory until it ends."""
-        os.close(self.descriptor)
-        with suppress(BufferError):
-            self.mapping.close()
-
-
-class Spare:
-    """Memory that nobody reads any more, kept for the next version of the same size. Thread-safe."""
-
-    def __init__(self, *, wanted: bool) -> None:
-        """Not `wanted`: nothing is ever kept."""
-        self._wanted = wanted
-        self._memory: _Memory | None = None
-        self._guard = threading.Lock()
-
-    def take(self, size: int) -> _Memory | None:
-        """Of just that size; what is of another is let go of."""
-        memory = self._swap(None)
-        if memory is not None and memory.size != size:
-            memory.close()
-            return None
-        return memory
-
-    def give(self, memory: _Memory) -> None:
-        """The one that was there, or this one where none is wanted, is let go of."""
-        old = self._swap(memory)
-        if old is not None:
-            old.close()
-
-    def close(self) -> None:
-        """Let go of it, and of all that is still to come. Idempotent."""
-        self._wanted = False
-        old = self._swap(None)
-        if old is not None:
-            old.close()
-
-    def _swap(self, memory: _Memory | None) -> _Memory | None:
-        with self._guard:
-            if not self._wanted and memory is not None:
-                return memory
-            old, self._memory = self._memory, memory
-            return old
 
 
 class Staging:
@@ -150,7 +94,7 @@ class Staging:
         """Let go. Idempotent."""
         if self._descriptor < 0:
             return
-        memory = _Memory(self._descriptor, self._map)
+        memory = StagingMemory(self._descriptor, self._map)
         self._descriptor = -1
         with suppress(BufferError):
             self.view.release()
@@ -160,13 +104,13 @@ class Staging:
             memory.close()
 
 
-def _made(size: int, *, reserve: bool) -> _Memory:
+def _made(size: int, *, reserve: bool) -> StagingMemory:
     descriptor = os.memfd_create("weightplane-staging", os.MFD_CLOEXEC)
     try:
         os.ftruncate(descriptor, size)
         if reserve:
             os.posix_fallocate(descriptor, 0, size)
-        return _Memory(descriptor, mmap.mmap(descriptor, size))
+        return StagingMemory(descriptor, mmap.mmap(descriptor, size))
     except OSError as error:
         os.close(descriptor)
         raise LimitExceeded(what="memory for staged weights, bytes", limit=0, got=size) from error

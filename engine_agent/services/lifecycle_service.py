@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -39,11 +38,17 @@ _Command = (
 
 def status_of(life: EngineLife) -> engine_pb2.EngineStatus:
     """The full state now, with the gate and the word as this agent computes them."""
-    core, shift = life.core, time.time() - time.monotonic()
+    status = report_of(life)
+    status.conditions.extend(conditions_to_proto(life.core.conditions, life.clock_shift))
+    return status
+
+
+def report_of(life: EngineLife) -> engine_pb2.EngineStatus:
+    """The same for the coordinator, which makes conditions of its own. Byte for byte the same while nothing changes."""
+    core = life.core
     status = state_to_proto(core.state, core.served)
-    status.conditions.extend(conditions_to_proto(core.conditions, shift))
     if core.refused is not None:
-        status.refused.CopyFrom(refusal_to_proto(core.refused, shift))
+        status.refused.CopyFrom(refusal_to_proto(core.refused, life.clock_shift))
     return status
 
 

@@ -34,6 +34,7 @@ from engine_agent.engine import StagedWeights
 from engine_agent.life import spans
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.receivers import (
+    NO_ROOM_NEEDED,
     PART_TRANSPORTS,
     Buffer,
     CheckpointReceiver,
@@ -198,11 +199,11 @@ class UpdateAttempt:
 
     async def _made(self, incoming: Incoming) -> Receiver:
         """Room for a large model takes many seconds to make: not the loop's, which has heartbeats to send. That of a
-        delta is made at once, while its base is certainly there.
+        delta is made at once, while its base is certainly there; and what comes by reference needs none.
 
         Raises UpdateAborted: the update ended meanwhile.
         """
-        if incoming.base is not None:
+        if incoming.base is not None or incoming.transport in NO_ROOM_NEEDED:
             return make_receiver(incoming)
         making = asyncio.ensure_future(asyncio.to_thread(make_receiver, incoming))
         try:

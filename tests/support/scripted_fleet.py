@@ -62,7 +62,7 @@ class ScriptedFleet:
         self.states: dict[str, EngineState] = {}
         self.sessions: dict[str, int] = {}
         self.silent: set[str] = set()
-        self._decided, self._happenings, self._lags = views.Decided(), Happenings(), TokenLags()
+        self._messages, self._happenings, self._lags = views.Messages(), Happenings(), TokenLags()
         self._updates, self._beat_at, self._works_on = 0, 0.0, (0, "train")
         self.view()
         for i in range(engines):
@@ -80,7 +80,7 @@ class ScriptedFleet:
 
     def view(self) -> operator_pb2.FleetView:
         """As the coordinator would publish it now."""
-        made = views.fleet_view(self.core, self.now, STARTED_AT, self._decided)
+        made = views.fleet_view(self.core, self.now, STARTED_AT, self._messages)
         self._happenings.see(made)
         self._lags.see(made)
         return made

@@ -12,13 +12,14 @@ import pytest
 from controlplane.core import engine_events as events
 from controlplane.core.canary import Canary
 from controlplane.core.engine_state import Held, HoldKind, Poisoned
-from controlplane.core.errors import DeadlineExceeded, InstallFailed
+from controlplane.core.errors import DeadlineExceeded, InstallFailed, WrongModel
 from controlplane.core.sampling import SamplingSettings
-from controlplane.core.versions import FROZEN, Term, WeightVersion
+from controlplane.core.versions import FROZEN, Incarnation, ModelName, RunId, Term, WeightVersion
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
+from engine_agent.services.lifecycle_service import report_of, status_of
 from tests.cases.engines import Hand
-from tests.support.engine_life import commit, outcome, serving, started
+from tests.support.engine_life import LAYOUT, UPDATE, VERSION, commit, outcome, serving, started
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 
 
@@ -144,4 +145,19 @@ async def test_l4_a_round_trip_that_waits_behind_an_install_is_no_stall(
         await eventually(lambda: life.progress.looks > looked + 20)
         assert life.core.state.held_by(HoldKind.STALLED) is None
     await eventually(lambda: life.core.state.held_by(HoldKind.STALLED) == "e0")
+    await life.end("the test is over")
+
+
+async def test_a_heartbeat_is_byte_for_byte_the_report_before_it_while_nothing_changes(tmp_path: Path) -> None:
+    """So the coordinator compares bytes, and reads nothing again; conditions, and their dates, it makes itself."""
+    life = await started(tmp_path)
+    head = (Incarnation("i"), UPDATE, Term(1), VERSION, LAYOUT.digest, 1, 16)
+    with pytest.raises(WrongModel):
+        life.apply(events.Opened(1, RunId("run"), ModelName("another"), *head))
+    first = report_of(life).SerializeToString()
+    await asyncio.sleep(0.01)
+    assert report_of(life).SerializeToString() == first
+    assert report_of(life).HasField("refused")
+    assert not report_of(life).conditions
+    assert status_of(life).conditions
     await life.end("the test is over")

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 
-from controlplane.coordinator.hub import Hub
+from controlplane.coordinator.hub import MAX_ENGINES_LOGGED, VIEW_SECONDS, Hub, _in_short
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Stage
 from controlplane.core.fleet import FleetCore
-from controlplane.core.versions import UpdateId
+from controlplane.core.fleet_records import EngineAsked, EngineKnown, UpdateBegan
+from controlplane.core.versions import EngineId, Incarnation, Term, UpdateId, WeightVersion
 from controlplane.ledger import MemoryLedger
+from tests.support.eventually import eventually
 from tests.support.fleet_core import POLICY, RUN, Fleet
 from weightplane.v1 import engine_pb2, fleet_pb2
 
@@ -110,3 +113,47 @@ async def test_the_first_engine_that_takes_requests_is_told_at_once_and_the_othe
     assert routed(hub) == ["e1"], "with what comes close to it"
     hub._publish_changes()
     assert routed(hub) == ["e0", "e1"]
+
+
+async def test_a_view_is_seldom_made_while_nobody_looks_and_at_once_for_who_comes(hub: Hub) -> None:
+    f = Heard()
+    f.engine("e0")
+    publishing = asyncio.create_task(hub.publish_forever())
+    try:
+        await f.by(hub)
+        before = hub.view.value
+        await asyncio.sleep(2 * VIEW_SECONDS)
+        assert hub.view.value is before
+        async with asyncio.timeout(5):
+            async for view in hub.watch_fleet():
+                if view.engines:
+                    break
+        f.engine("e1")
+        await f.by(hub)
+        await eventually(lambda: len(hub.view.value.engines) == 2)  # also without anybody
+    finally:
+        publishing.cancel()
+
+
+async def test_whether_it_recovers_is_told_without_a_view(hub: Hub) -> None:
+    ledger = MemoryLedger()
+    ledger.open(RUN)
+    ledger.save(EngineKnown(EngineId("e0"), POLICY))
+    core = FleetCore(Fleet().settings, ledger.open(RUN), 0.0)
+    with ThreadPoolExecutor(1) as writer:
+        recovering = Hub(core, ledger, writer, 1.0)
+        assert recovering.recovering.value
+        f = Heard()
+        f.engine("e0")
+        await f.by(recovering)
+        assert not recovering.recovering.value
+
+
+def test_of_a_large_fleet_the_log_names_the_first_engines() -> None:
+    asked = tuple(EngineAsked(EngineId(f"e{i}"), Incarnation("i"), True) for i in range(MAX_ENGINES_LOGGED + 5))
+    few = UpdateBegan(UpdateId("u"), "r", POLICY, WeightVersion(1, Term(1)), 1, asked[:2])
+    assert _in_short(few) == str(few)
+    text = _in_short(replace(few, engines=asked))
+    assert f"e{MAX_ENGINES_LOGGED - 1}'" in text
+    assert f"e{MAX_ENGINES_LOGGED}'" not in text
+    assert text.endswith(" and 5 more")

@@ -23,7 +23,8 @@ from engine_agent.life.remembered import Memory
 from engine_agent.memory.engine import MemoryEngine, MemorySettings
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.port import Buffer
-from engine_agent.receivers.staging import Spare, Staging
+from engine_agent.receivers.spare import ROOM, Spare, available_bytes
+from engine_agent.receivers.staging import Staging
 
 LAYOUT = Layout((TensorSpec("w", DType.F32, (4,)),))
 OTHER = Layout((TensorSpec("w", DType.F32, (400,)),))
@@ -74,6 +75,19 @@ def test_nothing_is_kept_unless_it_is_wanted() -> None:
     assert not left()
 
 
+def test_where_the_settings_say_nothing_memory_is_kept_while_there_is_plenty_beside_it() -> None:
+    measured = Staging(LAYOUT)
+    measured.close()
+    left_over = [measured.size * ROOM]
+    spare = Spare(wanted=None, available=lambda: left_over[0])
+    first = ended(Staging(LAYOUT, spare=spare), installed=True)
+    second = Staging(LAYOUT, spare=spare)
+    assert file_of(second) == first
+    left_over[0] -= 1
+    ended(second, installed=True)
+    assert not left()
+
+
 def test_memory_of_another_size_is_let_go_of_and_so_is_what_comes_after_the_end() -> None:
     spare = Spare(wanted=True)
     ended(Staging(LAYOUT, spare=spare), installed=True)
@@ -82,6 +96,17 @@ def test_memory_of_another_size_is_let_go_of_and_so_is_what_comes_after_the_end(
     spare.close()
     ended(late, installed=True)
     assert not left()
+
+
+def test_the_kernel_says_what_is_available_and_a_control_groups_limit_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = available_bytes()
+    assert 0 < whole < 1 << 50
+    monkeypatch.setattr("engine_agent.receivers.spare.CGROUPS", tmp_path)
+    for name, text in (("memory.max", "1000\n"), ("memory.current", "900\n")):
+        (tmp_path / name).write_text(text)
+    assert available_bytes() == 100
 
 
 # ---- in a life ----------------------------------------------------------------------------------

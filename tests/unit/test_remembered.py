@@ -102,3 +102,65 @@ def test_a_file_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "not-a-directory").write_text("")
     with pytest.raises(LedgerError):
         Memory(tmp_path / "not-a-directory" / "e0.json", "run", "policy").save(Remembered(term=1))
+
+
+# ---- the number, beside an install --------------------------------------------------------------
+
+
+def noted(tmp_path: Path) -> int:
+    """As an agent that starts anew would find it."""
+    return Memory(tmp_path / "e0.json", "run", "policy").load().number
+
+
+def test_inv7_a_number_that_was_put_off_is_on_the_disk_before_its_version_is_claimed(tmp_path: Path) -> None:
+    memory = Memory(tmp_path / "e0.json", "run", "policy")
+    memory.save(Remembered(term=3, number=1))
+    assert memory.put_off(Remembered(term=3, number=2))
+    assert noted(tmp_path) == 1, "a thread is to write it"
+    memory.remember(Remembered(term=3, number=2))
+    assert noted(tmp_path) == 2, "whether the thread came to it or not"
+    memory.write_number()
+    assert noted(tmp_path) == 2
+
+
+def test_a_number_that_a_thread_wrote_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(tmp_path / "e0.json", "run", "policy")
+    memory.save(Remembered(number=1))
+    assert memory.put_off(Remembered(number=2))
+    memory.write_number()
+    assert noted(tmp_path) == 2
+    monkeypatch.setattr("engine_agent.life.remembered._overwrite", lambda *_: pytest.fail("nothing is to be written"))
+    memory.remember(Remembered(number=2))
+
+
+def test_inv7_terms_are_never_put_off_nor_is_anything_while_something_is_owed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(tmp_path / "e0.json", "run", "policy")
+    assert not memory.put_off(Remembered(number=1)), "nothing was saved yet"
+    memory.save(Remembered(term=3, number=1))
+    assert not memory.put_off(Remembered(term=4, number=2))
+    assert not memory.put_off(Remembered(term=3, number=1))
+    with monkeypatch.context() as patched:
+        patched.setattr("engine_agent.life.remembered._overwrite", _no_room)
+        memory.remember(Remembered(term=3, number=2))
+        assert not memory.put_off(Remembered(term=3, number=3))
+    memory.settle()
+    assert noted(tmp_path) == 2
+
+
+def test_a_number_that_a_thread_could_not_write_is_owed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = Memory(tmp_path / "e0.json", "run", "policy")
+    for number in (1, 2):
+        memory.save(Remembered(number=number))
+    assert memory.put_off(Remembered(number=3))
+    with monkeypatch.context() as patched:
+        patched.setattr("engine_agent.life.remembered._overwrite", _no_room)
+        memory.write_number()
+    assert noted(tmp_path) == 2
+    memory.settle()
+    assert noted(tmp_path) == 3
+
+
+def _no_room(*_: object) -> bool:
+    raise OSError(28, "No space left on device")

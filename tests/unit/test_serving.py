@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from controlplane.core import errors as e
 from tests.unit.test_trainer_checkpoints import rpc_error
-from trainer_agent.agent.serving import compare, first_routes
+from trainer_agent.agent.serving import Serving, compare, first_routes
 from trainer_agent.agent.stubs import Stubs
+from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2, fleet_pb2_grpc, lifecycle_pb2, version_pb2
 
 REQUEST = fleet_pb2.WatchRoutesRequest(model="policy")
@@ -136,3 +138,20 @@ async def test_one_that_does_not_is_named_with_what_it_says(
 async def test_an_engine_that_the_report_names_as_without_it_is_not_asked() -> None:
     assert await check(status(number=6), stage=engine_pb2.UPDATE_STAGE_FAILED) is None
     assert await check(status(number=6), lost=True) is None
+
+
+class _Watched:
+    """A coordinator whose routes must not be asked for."""
+
+    def WatchRoutes(self, request: fleet_pb2.WatchRoutesRequest) -> Call:
+        raise AssertionError("nobody asked when it is served")
+
+
+@pytest.mark.parametrize("asked", [{}, {"serving": True}, {"check": True}, {"detached": True}])
+async def test_routes_are_watched_after_a_commit_only_if_a_rank_may_ask(asked: dict[str, bool]) -> None:
+    context: Any = SimpleNamespace(run_id="run", model="policy", stubs=SimpleNamespace(fleet=_Watched()))
+    serving, ranks, push = Serving(cast(Any, SimpleNamespace(members={})), context), {}, cast(Any, None)
+    ranks[0] = rank_pb2.PushBegin(step=1, **asked)  # type: ignore[arg-type]
+    serving.follow(push, ranks, fleet_pb2.UpdateState(), 1.0)
+    assert (serving._task is not None) is bool(asked)
+    await serving.close()

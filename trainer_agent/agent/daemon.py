@@ -212,7 +212,8 @@ class TrainerAgent:
 
     def _moved(self, ranks: RankSet, rank: RankConnection, step: int, phase: str) -> None:
         ranks.moved(rank.rank, step, phase)
-        self._status_changed()
+        if self._session is not None:
+            self._session.moved()
 
     def _status_changed(self) -> None:
         if self._session is not None:

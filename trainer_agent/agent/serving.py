@@ -45,9 +45,12 @@ class Serving:
     def follow(
         self, push: Push, begun: Mapping[int, rank_pb2.PushBegin], state: fleet_pb2.UpdateState, left: float
     ) -> None:
-        """Tell the ranks when the version is served. Of the commit before nothing more is found out."""
+        """Tell the ranks when the version is served, if one of them may ask. Of the commit before nothing more is found
+        out."""
         if self._task is not None:
             self._task.cancel()
+        if not any(b.check or b.serving or b.detached for b in begun.values()):
+            return
         check = any(b.check for b in begun.values())
         self._task = asyncio.create_task(self._found(push, state, max(left, SERVING_SECONDS), check=check))
         self._task.add_done_callback(lambda task: self._tell(begun, task))

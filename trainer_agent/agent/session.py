@@ -32,6 +32,8 @@ MAX_BACKOFF_SECONDS = 2.0
 PERSON_SECONDS = 5.0
 """Longest pause while a person must act: how often the log says so."""
 GOODBYE_SECONDS = 2.0
+MOVING_SECONDS = 0.02
+"""How long the news of a step or a phase may wait for the next: a small push has both within it."""
 
 Call = grpc.aio.StreamStreamCall[fleet_pb2.SessionRequest, fleet_pb2.SessionResponse]
 
@@ -70,6 +72,7 @@ class FleetSession:
         self._status = status
         self._events = events
         self._changed = asyncio.Event()
+        self._soon: asyncio.TimerHandle | None = None
         self._goodbye: str | None = None
         self._task: asyncio.Task[None] | None = None
         self._backoff = FIRST_BACKOFF_SECONDS
@@ -80,6 +83,15 @@ class FleetSession:
 
     def changed(self) -> None:
         """The status changed: send it now."""
+        self._changed.set()
+
+    def moved(self) -> None:
+        """A rank went on: send it in a moment, with what follows. Nothing waits for it."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_later(MOVING_SECONDS, self._tell_moves)
+
+    def _tell_moves(self) -> None:
+        self._soon = None
         self._changed.set()
 
     async def close(self, goodbye: str | None) -> None:

@@ -30,7 +30,7 @@ class UpdateWatch:
     def __init__(self, fleet: fleet_pb2_grpc.FleetAsyncStub, run_id: str, begun: fleet_pb2.BeginUpdateResponse) -> None:
         self._fleet = fleet
         self._request = fleet_pb2.WatchUpdateRequest(run_id=run_id, update_id=begun.update_id)
-        self._news = asyncio.Condition()
+        self._decided, self._may_go = asyncio.Event(), asyncio.Event()
         self.state = fleet_pb2.UpdateState(
             update_id=begun.update_id, version=begun.version, phase=fleet_pb2.UPDATE_PHASE_PREPARING
         )
@@ -67,22 +67,22 @@ class UpdateWatch:
         Raises:
             UpdateAborted: the update failed.
         """
-        async with self._news:
-            await self._news.wait_for(lambda: self.commits or self.decided)
+        await self._may_go.wait()
         if not self.commits:
             raise UpdateAborted(update_id=self._request.update_id, cause=self.state.cause or "it was given up")
 
     async def decision(self) -> fleet_pb2.UpdateState:
         """Wait until it is decided."""
-        async with self._news:
-            await self._news.wait_for(lambda: self.decided)
+        await self._decided.wait()
         return self.state
 
     async def take(self, state: fleet_pb2.UpdateState) -> None:
         """A newer state, also from another RPC's reply."""
-        async with self._news:
-            self.state = state
-            self._news.notify_all()
+        self.state = state
+        if self.decided:
+            self._decided.set()
+        if self.decided or self.commits:
+            self._may_go.set()
 
     async def fail(self, cause: str) -> None:
         """No state will come any more."""

@@ -45,6 +45,8 @@ class PushOptions:
     detached: bool = False
     """Nobody waits for the decision: it is not repeated."""
     check: bool = False
+    serving: bool = False
+    """An engine that takes requests under it is waited for."""
     reference: CanaryReference | None = None
     pause: PausePolicy | None = None
 
@@ -63,6 +65,7 @@ class PushOptions:
             sequence=sequence,
             detached=self.detached,
             check=self.check,
+            serving=self.serving,
             keeps_whole=held.keeps_whole,
             base=held.base,
             reference=None if self.reference is None else reference_to_proto(self.reference),

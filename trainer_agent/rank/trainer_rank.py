@@ -154,13 +154,13 @@ class TrainerRank:
         """
         if wait not in get_args(WaitFor):
             raise InvalidRequest(field="wait", problem=f"one of {', '.join(get_args(WaitFor))}, not {wait!r}")
-        options = PushOptions(step, check=check, reference=reference, pause=pause)
+        options = PushOptions(step, check=check, serving=wait == "serving", reference=reference, pause=pause)
         options.require_valid()
         if wait == "released" and not check:
             pending = self.push_async(step, reference=reference, pause=pause)
             pending.released()
             return pending.applied(0)
-        return self._push(options, serving=check or wait == "serving")
+        return self._push(options)
 
     def push_async(
         self, step: int, *, reference: CanaryReference | None = None, pause: PausePolicy | None = None
@@ -276,8 +276,8 @@ class TrainerRank:
             for part in layout_to_parts(self._layout):
                 self._link.send(rank_pb2.RankRequest(layout_part=_local_part(part)), patience)
 
-    def _push(self, options: PushOptions, *, serving: bool) -> PushReport:
-        """Until the fleet decided, as often as it takes; `serving`: until it serves."""
+    def _push(self, options: PushOptions) -> PushReport:
+        """Until the fleet decided, as often as it takes, and served where that was asked for."""
         patience, started = self._patience(), time.monotonic()
         with self._pushing(options.step, patience):
             while True:
@@ -288,7 +288,7 @@ class TrainerRank:
                 log.warning("push_repeated", step=options.step, reason=result.error_reason, cause=result.error_message)
             if result.error_reason:
                 raise failure_of(result)
-            report = pending.served(patience) if serving else pending.applied(0)
+            report = pending.served(patience) if options.check or options.serving else pending.applied(0)
             return replace(report, seconds=time.monotonic() - started)
 
     def _patience(self) -> Patience:

@@ -494,7 +494,7 @@ class EngineStatus(_message.Message):
 
     @_builtins.property
     def conditions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Condition]:
-        """What is true of it."""
+        """What is true of it. Empty in the reports of a session: of those the coordinator makes conditions itself."""
 
     @_builtins.property
     def canary(self) -> _weight_update_pb2.Canary:

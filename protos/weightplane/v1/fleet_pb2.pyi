@@ -140,7 +140,7 @@ class EngineHello(_message.Message):
     max_coordinator_term: _builtins.int
     """Highest coordinator term that it has seen."""
     max_number: _builtins.int
-    """Highest version number that it has applied in any life."""
+    """Highest version number that it took a commit of, in any life."""
     group: _builtins.str
     """What a policy's `min_engines` counts it under."""
     unit: _builtins.str

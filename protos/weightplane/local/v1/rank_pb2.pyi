@@ -258,6 +258,7 @@ class PushBegin(_message.Message):
     KEEPS_WHOLE_FIELD_NUMBER: _builtins.int
     REFERENCE_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
+    SERVING_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """The step whose weights these are; equal on all ranks."""
     timeout_seconds: _builtins.float
@@ -270,6 +271,10 @@ class PushBegin(_message.Message):
     """Ask the engines what they hold before push_serving."""
     keeps_whole: _builtins.bool
     """The rank keeps whole versions, since it wants to send deltas; equal on all ranks."""
+    serving: _builtins.bool
+    """Somebody may ask when the version is served: push_serving is to come. Set by the rank; without it, and without
+    `detached` and `check`, none does.
+    """
     @_builtins.property
     def base(self) -> _weight_update_pb2.Base:
         """The version whose bytes this rank still has; for a delta. Equal on all ranks that have any."""
@@ -294,10 +299,11 @@ class PushBegin(_message.Message):
         keeps_whole: _builtins.bool = ...,
         reference: _weight_update_pb2.CanaryReference | None = ...,
         pause: _pause_pb2.PausePolicy | None = ...,
+        serving: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "pause", b"pause", "reference", b"reference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "keeps_whole", b"keeps_whole", "pause", b"pause", "reference", b"reference", "sequence", b"sequence", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "check", b"check", "detached", b"detached", "keeps_whole", b"keeps_whole", "pause", b"pause", "reference", b"reference", "sequence", b"sequence", "serving", b"serving", "step", b"step", "timeout_seconds", b"timeout_seconds"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
