@@ -155,7 +155,7 @@ def _source(module: str) -> str:
 
 def _unknown_names(tree: ast.Module) -> Iterator[str]:
     """Attributes and keywords that what a page calls does not have."""
-    names = dict(OURS)
+    names = OURS | dict.fromkeys(_of_others(tree))
     names |= _bound(tree, names)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (owner := _known(node.value, names)) and not hasattr(owner, node.attr):
@@ -164,6 +164,13 @@ def _unknown_names(tree: ast.Module) -> Iterator[str]:
             takes = inspect.signature(called).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in takes.values()):
                 yield from (f"{called.__name__} takes no {k.arg}" for k in node.keywords if k.arg not in takes)
+
+
+def _of_others(tree: ast.Module) -> Iterator[str]:
+    """Names that a block imports from another project, and may share with ours."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in NOT_OURS:
+            yield from (name.asname or name.name for name in node.names)
 
 
 def _bound(tree: ast.Module, names: dict[str, Any]) -> dict[str, Any]:
@@ -192,7 +199,9 @@ def _returned(called: Any) -> Any:
 def _known(node: ast.expr, names: dict[str, Any]) -> Any:
     """The public name, or the class or method of ours, that an expression stands for; else None."""
     if isinstance(node, ast.Name):
-        return names.get(node.id) or (getattr(weightplane, node.id) if node.id in weightplane.__all__ else None)
+        if node.id in names:
+            return names[node.id]
+        return getattr(weightplane, node.id) if node.id in weightplane.__all__ else None
     if isinstance(node, ast.Attribute) and (owner := _known(node.value, names)):
         return getattr(owner, node.attr, None)
     return None

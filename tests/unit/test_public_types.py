@@ -10,19 +10,21 @@ import weightplane
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Sequence
 
-    from controlplane.rollout.lag_guard import Admitted
-    from controlplane.rollout.sample import Delta, Sample, Scores
-    from trainer_agent.rank.pending import PendingPush
-    from trainer_agent.rank.report import PushReport
     from trainer_agent.source import WeightSource
     from weightplane import (
+        Admitted,
         BlockingRolloutClient,
+        Delta,
         IterableSource,
         LagGuard,
         MegatronSource,
         ModuleSource,
+        PendingPush,
+        PushReport,
         RolloutClient,
+        Sample,
         SamplingSettings,
+        Scores,
         TrainerRank,
         WithDraft,
     )
