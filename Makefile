@@ -4,11 +4,9 @@
 PYTHON ?= python3.11
 # Tests that share nothing run two at a time, and those of real processes, engines and trainers by themselves. What the
 # first part came to (which reasons of errors some test produced) is handed on to the second, which judges the whole.
-# A file of tests/integration is in the first part where it says so itself.
 REASONS := .pytest_cache/reasons.json
-PURE_FILES = $(sort $(shell grep -rl --include='test_*.py' 'pytest\.mark\.pure' tests/integration))
 TEST_PURE = $(BIN)/python -m pytest -n 2 --dist worksteal --reasons $(REASONS) -m "pure and not slow" \
-  tests/unit tests/contract tests/sim tests/cases $(PURE_FILES)
+  tests/unit tests/contract tests/sim tests/cases
 TEST_REST = $(BIN)/python -m pytest --reasons $(REASONS) -m "not pure and not slow and not deploy" tests
 # What is installed. On a GPU machine: make setup EXTRAS=engine,trainer,demo,dev
 EXTRAS ?= engine-cpu,trainer,demo,dev

@@ -28,7 +28,7 @@ _NOT_PRODUCERS = ("controlplane.core.errors", "controlplane.sim.")
 _LAST = "test_each_reason_is_produced_by_some_test"
 _TESTS = Path(__file__).parent
 _PURE = tuple(_TESTS / name for name in ("unit", "contract", "sim", "cases"))
-"""Where tests share nothing with each other, unless they start real engines. Elsewhere a file marks itself."""
+"""Where tests share nothing with each other, unless they start real engines."""
 produced: dict[str, str] = {}
 """By reason: the module of the product that raised it first."""
 _took_part: set[str] = set()

@@ -24,8 +24,6 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
-pytestmark = pytest.mark.pure
-
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:

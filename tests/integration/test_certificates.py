@@ -34,7 +34,6 @@ from weightplane.v1 import (
     operator_pb2_grpc,
 )
 
-pytestmark = pytest.mark.pure
 SECONDS = 60.0
 """Longest of a call that is answered."""
 

@@ -30,7 +30,6 @@ from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.pure
 NAME = "policy-9"
 VERSION = WeightVersion(9, Term(1))
 

@@ -30,8 +30,6 @@ from tests.support.deltas_by_hand import (
 from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Weights
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.pure
-
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:

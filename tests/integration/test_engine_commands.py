@@ -30,7 +30,6 @@ from weightplane.v1 import (
     rollout_pb2_grpc,
 )
 
-pytestmark = pytest.mark.pure
 KEEP, ABORT, WAIT = pause_pb2.PAUSE_MODE_KEEP, pause_pb2.PAUSE_MODE_ABORT, pause_pb2.PAUSE_MODE_WAIT
 PATIENCE = int(PATIENCE_SECONDS)
 HELD = 20

@@ -21,7 +21,6 @@ from trainer_agent.agent.watch import UpdateWatch
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, layout_pb2, version_pb2, weight_update_pb2, weight_update_pb2_grpc
 
-pytestmark = pytest.mark.pure
 VERSION = version_pb2.WeightVersion(term=1, number=7)
 LAYOUT = Layout((TensorSpec("a", DType.U8, (4,)),))
 Response = weight_update_pb2.UpdateWeightsResponse

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import grpc
-import pytest
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
@@ -28,7 +27,6 @@ from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
 from weightplane.local.v1 import member_pb2_grpc
 
-pytestmark = pytest.mark.pure
 OPEN_STREAM_SECONDS = 0.5
 """Longest that a stream which is let in is looked at."""
 REFUSAL_SECONDS = 60.0

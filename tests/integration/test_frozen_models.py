@@ -22,8 +22,6 @@ from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, SHAPES, LocalFleet
 from weightplane.v1 import engine_pb2, fleet_pb2
 
-pytestmark = pytest.mark.pure
-
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:

@@ -28,8 +28,6 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, LocalFleet, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.pure
-
 
 @pytest.fixture
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:

@@ -22,7 +22,6 @@ from engine_agent.vllm.settings import VllmSettings
 from tests.support.eventually import eventually
 from weightplane.local.v1 import member_pb2, member_pb2_grpc
 
-pytestmark = pytest.mark.pure
 RUN, ENGINE = "run", "engine-0"
 UUIDS = ("cpu-0", "cpu-1")
 

@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
-
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet, Weights
 
-pytestmark = pytest.mark.pure
 HEARTBEAT_SECONDS = 60.0
 
 

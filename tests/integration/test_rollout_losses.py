@@ -21,7 +21,6 @@ from tests.cases.samples import PROMPT, VOCAB_SIZE, tokens_of, truth
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, Weights
 
-pytestmark = pytest.mark.pure
 HAD, LENGTH = 3, 8
 
 

@@ -22,7 +22,6 @@ from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, Weights
 from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
-pytestmark = pytest.mark.pure
 PROMPT = [1, 2, 3, 4]
 PATIENCE = int(PATIENCE_SECONDS)
 

@@ -13,8 +13,6 @@ from engine_agent.services import update_attempt
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights, local_fleet
 
-pytestmark = pytest.mark.pure
-
 
 class Slowly:
     """Makes receivers when it is told to."""

@@ -26,7 +26,6 @@ from weightplane.v1 import (
     weight_update_pb2,
 )
 
-pytestmark = pytest.mark.pure
 SECONDS = 60.0
 
 

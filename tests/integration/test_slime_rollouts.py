@@ -6,8 +6,6 @@ import asyncio
 import hashlib
 from pathlib import Path
 
-import pytest
-
 from controlplane.rollout.adapters.slime import generate_rollout
 from controlplane.rollout.sample import SPANS_KEY
 from engine_agent.memory.engine import token_of, weights_of
@@ -16,7 +14,6 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import SHAPES, LocalFleet, Weights, local_fleet
 from tests.support.slime_types import DataSource, Sample, arguments, word_tokenizer
 
-pytestmark = pytest.mark.pure
 TOKENS = 60
 CUT = 30
 VOCAB = 256

@@ -13,7 +13,6 @@ import pytest
 from tests.support.checkpoint_fleet import Person, checkpoint_fleet
 from tests.support.local_fleet import LocalFleet, Weights
 
-pytestmark = pytest.mark.pure
 TOKENS = 50
 MADE = (TOKENS, [(1, 0, TOKENS)], "FINISH_REASON_LENGTH")
 Sample = asyncio.Task[tuple[list[int], list[tuple[int, int, int]], str]]

@@ -16,7 +16,6 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.pure
 STREAMING = weight_update_pb2.APPLY_STREAMING
 POISONED = engine_pb2.WEIGHTS_STATE_POISONED
 

@@ -17,8 +17,6 @@ from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from tests.support.ports import free_port
 
-pytestmark = pytest.mark.pure
-
 
 @contextmanager
 def taken() -> Iterator[str]:

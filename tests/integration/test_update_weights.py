@@ -20,8 +20,6 @@ from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Stream, Weights, 
 from tests.support.ports import free_port
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.pure
-
 
 @pytest.fixture
 def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:

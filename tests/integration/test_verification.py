@@ -21,7 +21,6 @@ from tests.support.eventually import eventually
 from tests.support.local_fleet import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.pure
 PROMPT = (5, 6, 7)
 
 

@@ -65,8 +65,7 @@ def five(*wrong: str) -> tuple[Fleet, UpdateTransaction, Callable[[str], object]
         f.handle(replace(event, place=replace(event.place, likeness="alike"), max_term=Term(0)))
     f.trainer()
     update = f.begin("u1")
-    for name, session in sessions.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(sessions, update, Stage.READY)
 
     def applies(name: str) -> object:
         canary = Canary((-2.0,) if name in wrong else (-1.0,))

@@ -35,8 +35,7 @@ from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.effects.clear()
     f.engine("e1", incarnation="i2")
@@ -63,8 +62,7 @@ def test_a_restart_aborts_an_update_without_go_also_when_every_engine_says_that_
 def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry_a_commit() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.handle(fe.SessionEnded(engines["e0"], goodbye=False))
     f.now += TTL + 1
@@ -77,8 +75,7 @@ def test_inv9_an_engine_that_applied_and_fell_silent_for_too_long_does_not_carry
 def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.now += 20 * TTL
     f.handle(fe.SessionEnded(engines["e0"], goodbye=False))
@@ -88,8 +85,7 @@ def test_inv9_silence_is_judged_at_the_decision_and_not_only_at_ticks() -> None:
 def test_inv9_an_engine_that_applied_and_is_poisoned_since_does_not_carry_a_commit() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.report(engines["e0"], "e0", weights=Poisoned("spans disagree"))
     f.stage(engines["e1"], "e1", update, Stage.FAILED)
@@ -148,15 +144,14 @@ def test_l2_a_second_hello_of_the_same_life_does_not_tell_it_that_it_is_another(
     assert not any(isinstance(error, e.WrongIncarnation) for error in errors)
 
 
-# ---- found with several models, sleep, checkpoints and groups ----
+# ---- found with several models, groups and units ----
 
 
 def test_inv9_an_engine_that_applied_is_poisoned_and_met_another_update_since_does_not_carry_a_commit() -> None:
     """The coordinator did not hear it in between: its last word speaks of that other update."""
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     other = Progress(UpdateId("other"), WeightVersion(99, Term(1)), Stage.ABORTED)
     f.report(engines["e0"], "e0", weights=Poisoned("spans disagree"), progress=other)

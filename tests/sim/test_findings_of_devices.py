@@ -98,9 +98,7 @@ def test_what_a_rollback_brought_back_is_carried_from_the_checkpoint_that_it_lay
     f.handle(fe.CheckpointPublished(RUN, Term(1), kept(first)))
     f.handle(fe.RollbackRequested(UpdateId("r"), "r", RUN, POLICY, first.version.number))
     rollback = f.core.updates[UpdateId("r")]
-    for stage in (Stage.READY, Stage.INSTALLING, Stage.APPLIED):
-        for name, session in engines.items():
-            f.stage(session, name, rollback, stage)
+    f.stage_all(engines, rollback, Stage.READY, Stage.INSTALLING, Stage.APPLIED)
     for name in engines:
         f.handle(fe.CarryEnded(UpdateId("r"), f.states[name].engine_id, None))
     assert (rollback.phase, f.served) == (Phase.COMMITTED, (rollback.version,))

@@ -99,6 +99,12 @@ class Fleet:
             weights = Poisoned("boom")
         return self.report(session, name, progress=progress, weights=weights)
 
+    def stage_all(self, engines: dict[str, int], update: UpdateTransaction, *stages: Stage) -> None:
+        """Each engine reports each stage."""
+        for stage in stages:
+            for name, session in engines.items():
+                self.stage(session, name, update, stage)
+
     def trainer(
         self,
         incarnation: str = "t1",
@@ -134,9 +140,7 @@ class Fleet:
     def push(self, update_id: str, engines: dict[str, int], term: int = 1) -> UpdateTransaction:
         """A whole update that every engine applies."""
         update = self.begin(update_id, term)
-        for stage in (Stage.READY, Stage.INSTALLING, Stage.APPLIED):
-            for name, session in engines.items():
-                self.stage(session, name, update, stage)
+        self.stage_all(engines, update, Stage.READY, Stage.INSTALLING, Stage.APPLIED)
         for name, session in engines.items():
             self.report(session, name)
         return update

@@ -87,9 +87,7 @@ def test_nothing_is_carried_without_a_checkpoint_or_while_an_update_is_open_or_t
 def test_inv5_an_engine_with_a_newer_version_than_the_served_is_left_to_the_next_push() -> None:
     f, engines, _ = served()
     update = f.begin("u2")
-    for stage in (Stage.READY, Stage.INSTALLING):
-        for name, session in engines.items():
-            f.stage(session, name, update, stage)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.stage(engines["e1"], "e1", update, Stage.ABORTED)
     assert update.phase is Phase.FAILED
@@ -235,9 +233,7 @@ def test_inv5_a_rollback_is_a_new_number_that_names_what_it_restores() -> None:
     assert (update.version.number, update.restores) == (3, first.version)
     assert all(a.transport is Transport.CHECKPOINT and not a.ranks for a in update.plan.assignments)
     assert [(c.waits_for_go, c.version) for c in carries(f)] == [(True, update.version)] * 2
-    for stage in (Stage.READY, Stage.INSTALLING, Stage.APPLIED):
-        for name, session in engines.items():
-            f.stage(session, name, update, stage)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING, Stage.APPLIED)
     assert (update.phase, f.served) == (Phase.COMMITTED, (update.version,))
     third = f.push("u3", engines)
     assert third.version.number == 4

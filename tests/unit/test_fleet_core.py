@@ -55,8 +55,7 @@ def test_p3_one_of_two_installs_fails_the_other_serves_and_the_reply_names_both(
     f, engines = two_engines()
     f.push("u1", engines)
     update = f.begin("u2")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     for name, session in engines.items():
         f.report(session, name, weights=Unset(), progress=Progress(update.update_id, update.version, Stage.INSTALLING))
     f.stage(engines["e0"], "e0", update, Stage.FAILED)
@@ -69,8 +68,7 @@ def test_after_go_the_old_version_is_served_on_while_a_live_engine_holds_it() ->
     f, engines = two_engines()
     first = f.push("u1", engines)
     update = f.begin("u2")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.ABORTED)
     f.stage(engines["e1"], "e1", update, Stage.APPLIED)
     assert (update.phase, f.served) == (Phase.FAILED, (first.version,))
@@ -79,8 +77,7 @@ def test_after_go_the_old_version_is_served_on_while_a_live_engine_holds_it() ->
 def test_a_new_incarnation_in_mid_update_is_a_lost_engine() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.engine("e1", incarnation="i2")
     assert update.phase is Phase.DEGRADED
@@ -90,8 +87,7 @@ def test_a_new_incarnation_in_mid_update_is_a_lost_engine() -> None:
 def test_inv9_an_engine_that_applied_and_died_before_the_decision_does_not_count() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.engine("e0", incarnation="i2")
     f.stage(engines["e1"], "e1", update, Stage.FAILED)
@@ -101,8 +97,7 @@ def test_inv9_an_engine_that_applied_and_died_before_the_decision_does_not_count
 def test_silence_after_go_ends_within_the_leases_time() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.now += TTL
     f.report(engines["e0"], "e0")

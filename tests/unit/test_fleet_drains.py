@@ -44,8 +44,7 @@ def test_who_drains_before_go_is_required_no_more_and_the_others_commit() -> Non
 def test_who_drains_after_go_and_before_its_commit_frame_leaves_too() -> None:
     f, engines = fleet(2)
     update = f.begin("u2")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.report(engines["e1"], "e1", holds=DRAINS)
     f.stage(engines["e1"], "e1", update, Stage.ABORTED)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
@@ -80,9 +79,7 @@ def test_inv9_somebody_must_be_required_whoever_drains() -> None:
 def test_inv9_who_drains_with_the_update_in_its_weights_is_waited_for() -> None:
     f, engines = fleet(2)
     update = f.begin("u2")
-    for stage in (Stage.READY, Stage.INSTALLING):
-        for name, session in engines.items():
-            f.stage(session, name, update, stage)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.report(engines["e1"], "e1", holds=DRAINS)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     assert (update.phase, required(f, "u2")) == (Phase.GO, ["e0", "e1"])

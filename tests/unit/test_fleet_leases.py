@@ -66,12 +66,10 @@ def test_inv7_a_fenced_trainer_cannot_begin_and_its_session_is_told() -> None:
 def test_inv7_go_outlives_a_takeover() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.trainer("t2", name="other", takeover=True)
     assert update.phase is Phase.GO
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.APPLIED)
+    f.stage_all(engines, update, Stage.APPLIED)
     assert f.served == (update.version,)
 
 

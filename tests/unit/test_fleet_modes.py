@@ -60,8 +60,7 @@ def test_rolling_serves_both_versions_from_the_first_engine_to_the_last() -> Non
     f, engines = of_policy(UpdatePolicy(Mode.ROLLING))
     old = f.served[0]
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     assert list(f.served) == [old]
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     assert [*f.served, f.core.model(POLICY).ordinal] == [old, update.version, 2]
@@ -73,8 +72,7 @@ def test_rolling_serves_both_versions_from_the_first_engine_to_the_last() -> Non
 def test_a_rolling_update_whose_second_engine_fails_is_not_taken_back() -> None:
     f, engines = of_policy(UpdatePolicy(Mode.ROLLING))
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.stage(engines["e1"], "e1", update, Stage.FAILED)
     f.stage(engines["e2"], "e2", update, Stage.ABORTED)
@@ -85,8 +83,7 @@ def test_a_rolling_update_that_nobody_alive_holds_any_more_leaves_the_old_versio
     f, engines = of_policy(UpdatePolicy(Mode.ROLLING), ("e0", "e1"))
     old = f.served[0]
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     f.engine("e0", incarnation="i2")
     f.stage(engines["e1"], "e1", update, Stage.ABORTED)
@@ -97,8 +94,7 @@ def test_a_restart_in_the_middle_of_a_rolling_update_knows_that_both_are_served(
     f, engines = of_policy(UpdatePolicy(Mode.ROLLING))
     old = f.served[0]
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.stage(engines["e0"], "e0", update, Stage.APPLIED)
     again = Fleet(f.ledger, UpdatePolicy(Mode.ROLLING))
     assert again.served == (old, update.version)

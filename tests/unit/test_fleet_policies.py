@@ -12,15 +12,9 @@ from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Progr
 from controlplane.core.fleet_begins import MISSES_BEFORE_AWAITED
 from controlplane.core.fleet_updates import PATIENCE_AFTER_WAITING
 from controlplane.core.update_policy import Mode, UpdatePolicy
-from controlplane.core.update_transaction import Phase, UpdateTransaction
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId
 from tests.support.fleet_core import POLICY, Fleet
-
-
-def stage_all(f: Fleet, engines: dict[str, int], update: UpdateTransaction, *stages: Stage) -> None:
-    for stage in stages:
-        for name, session in engines.items():
-            f.stage(session, name, update, stage)
 
 
 def grouped(policy: UpdatePolicy, **groups: str) -> tuple[Fleet, dict[str, int]]:
@@ -49,7 +43,7 @@ def test_a_quorum_does_not_go_with_a_group_below_its_minimum() -> None:
     policy = UpdatePolicy(quorum=1, min_engines={"eval": 1})
     f, engines = grouped(policy, a="rollout", b="rollout", c="eval")
     update = f.begin("u1")
-    stage_all(f, {"a": engines["a"], "b": engines["b"]}, update, Stage.READY)
+    f.stage_all({"a": engines["a"], "b": engines["b"]}, update, Stage.READY)
     assert update.phase.value == "preparing"
     f.stage(engines["c"], "c", update, Stage.ABORTED)
     assert update.phase is Phase.FAILED
@@ -60,7 +54,7 @@ def test_a_quorum_does_not_commit_with_a_group_below_its_minimum() -> None:
     f, engines = grouped(policy, a="rollout", b="rollout", c="eval")
     served = f.served
     update = f.begin("u1")
-    stage_all(f, engines, update, Stage.READY, Stage.INSTALLING)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["c"], "c", update, Stage.FAILED)
     f.stage(engines["a"], "a", update, Stage.APPLIED)
     f.stage(engines["b"], "b", update, Stage.ABORTED)
@@ -72,7 +66,7 @@ def test_with_the_minimum_of_each_group_a_quorum_commits() -> None:
     policy = UpdatePolicy(quorum=1, min_engines={"eval": 1})
     f, engines = grouped(policy, a="rollout", b="rollout", c="eval")
     update = f.begin("u1")
-    stage_all(f, engines, update, Stage.READY, Stage.INSTALLING)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["a"], "a", update, Stage.FAILED)
     f.stage(engines["b"], "b", update, Stage.APPLIED)
     f.stage(engines["c"], "c", update, Stage.APPLIED)
@@ -129,7 +123,7 @@ def test_inv10_a_unit_with_two_served_versions_is_not_routed_whatever_its_gates_
     f, engines = pair(UpdatePolicy(Mode.ROLLING))
     f.push("u0", engines)
     update = f.begin("u1")
-    stage_all(f, engines, update, Stage.READY, Stage.INSTALLING)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["alone"], "alone", update, Stage.APPLIED)
     f.stage(engines["p"], "p", update, Stage.APPLIED)
     assert len(f.served) == 2
@@ -143,7 +137,7 @@ def test_one_failed_member_fails_its_unit_for_the_quorum() -> None:
     f, engines = pair(UpdatePolicy(quorum=2))
     f.push("u0", engines)
     update = f.begin("u1")
-    stage_all(f, engines, update, Stage.READY, Stage.INSTALLING)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["d"], "d", update, Stage.FAILED)
     f.stage(engines["p"], "p", update, Stage.APPLIED)
     f.stage(engines["alone"], "alone", update, Stage.ABORTED)
@@ -154,7 +148,7 @@ def test_while_rolling_a_unit_moves_when_all_of_it_applied() -> None:
     f, engines = pair(UpdatePolicy(Mode.ROLLING))
     first = f.push("u0", engines)
     update = f.begin("u1")
-    stage_all(f, engines, update, Stage.READY, Stage.INSTALLING)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["p"], "p", update, Stage.APPLIED)
     assert list(f.served) == [first.version]
     f.stage(engines["d"], "d", update, Stage.APPLIED)
@@ -229,7 +223,7 @@ def test_one_that_fails_is_not_waited_for() -> None:
     for i in range(MISSES_BEFORE_AWAITED + 1):
         update = f.begin(f"u{i}")
         f.stage(slow, "slow", update, Stage.FAILED)
-        stage_all(f, engines, update, Stage.READY, Stage.INSTALLING, Stage.APPLIED)
+        f.stage_all(engines, update, Stage.READY, Stage.INSTALLING, Stage.APPLIED)
     assert not f.begin("last").outcomes[EngineId("slow")].awaited
 
 
@@ -276,7 +270,7 @@ def test_an_engine_that_sleeps_for_its_own_trainer_only_is_planned_for(
 def test_inv6_two_engines_with_other_contents_of_one_version_are_a_conflict() -> None:
     f, engines = grouped(UpdatePolicy(), a="", b="")
     update = f.begin("u1")
-    stage_all(f, engines, update, Stage.READY, Stage.INSTALLING)
+    f.stage_all(engines, update, Stage.READY, Stage.INSTALLING)
     f.stage(engines["a"], "a", update, Stage.APPLIED)
     progress = Progress(update.update_id, update.version, Stage.APPLIED)
     f.report(engines["b"], "b", progress=progress, weights=Held(update.version, b"other"))

@@ -84,13 +84,11 @@ def test_a_ledger_older_than_what_engines_applied_keeps_it_recovering() -> None:
 def test_a_coordinator_that_stood_still_itself_judges_nobodys_silence_in_it() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.READY)
+    f.stage_all(engines, update, Stage.READY)
     f.now += 20 * TTL
     f.handle(events.Paused(20 * TTL))
     f.handle(events.Tick())
-    for name, session in engines.items():
-        f.stage(session, name, update, Stage.APPLIED)
+    f.stage_all(engines, update, Stage.APPLIED)
     assert update.phase is Phase.COMMITTED
     with pytest.raises(e.LeaseHeld):
         f.trainer("t2", name="other")

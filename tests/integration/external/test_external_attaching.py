@@ -15,8 +15,6 @@ from tests.support.external_engine import STATE, put
 from tests.support.ports import free_port
 from tests.support.recording_server import RecordingServer
 
-pytestmark = pytest.mark.pure
-
 
 async def test_inv1_a_label_that_is_found_there_is_written_over_and_the_server_stands_still(
     server: RecordingServer, attach: Any

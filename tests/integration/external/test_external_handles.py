@@ -19,7 +19,6 @@ from tests.support.recording_server import RecordingServer, good_config, recordi
 from tests.support.staging import layout_of
 from weightplane.v1 import layout_pb2
 
-pytestmark = pytest.mark.pure
 DEVICE = "GPU-6f1e9f3a-0000-0000-0000-000000000001"
 LAYOUT = layout_of(STATE)
 

@@ -13,8 +13,6 @@ from tests.support.eventually import eventually
 from tests.support.external_engine import FINISH, consume, put, shorten
 from tests.support.recording_server import RecordingServer
 
-pytestmark = pytest.mark.pure
-
 
 async def test_inv1_an_install_is_checked_then_put_in_then_caches_go_and_the_label_comes_last_and_is_read_back(
     server: RecordingServer, attach: Any

@@ -16,8 +16,6 @@ from tests.support.eventually import eventually
 from tests.support.external_engine import consume, put, shorten
 from tests.support.recording_server import RecordingServer
 
-pytestmark = pytest.mark.pure
-
 
 async def test_inv11_spans_carry_this_agent_s_labels_and_another_s_equal_no_version(
     server: RecordingServer, attach: Any
