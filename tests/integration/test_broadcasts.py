@@ -21,7 +21,7 @@ from trainer_agent.agent import push as agent_push
 from trainer_agent.rank import links as rank_links
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 HOST = {"link_host": "127.0.0.1"}
 
 

@@ -27,7 +27,7 @@ from tests.support.local_fleet import LocalFleet
 from tests.support.obedient import ObedientRanks, Weights
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, segments, start_engine, toy_trainer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

@@ -29,7 +29,7 @@ from tests.support.toy_rank import SHAPES
 from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 async def weightplane(fleet: LocalFleet, *words: str) -> tuple[int, str, str]:

@@ -17,7 +17,7 @@ from tests.support.local_fleet import LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import EngineProcess, fleet_for_toys, toy_trainer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 STEPS = 10_000
 """More than there are; the ranks are ended with the test."""
 SECONDS = 90.0

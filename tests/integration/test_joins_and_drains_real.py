@@ -113,7 +113,7 @@ class Run:
             assert tokens == truth
             return version
 
-        return await eventually(of_one_version, within=60)
+        return await eventually(of_one_version, within=180)
 
 
 async def _known(fleet: LocalFleet, *names: str) -> bool:
@@ -144,7 +144,7 @@ async def test_l1_a_third_vllm_engine_joins_and_another_leaves_while_training_go
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async with run_of(tmp_path) as run:
-        await eventually(lambda: served(run.fleet), within=60)
+        await eventually(lambda: served(run.fleet), within=180)
         watching = asyncio.create_task(run.watch())
         seen: Counter[str] = Counter()
         async with RolloutClient(run.fleet.address) as rollouts:

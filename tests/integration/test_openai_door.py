@@ -57,7 +57,7 @@ class Rig:
         ended = len(self.ends)
         assert self.rank.process.stdin is not None
         self.rank.process.stdin.write(json.dumps(asdict(order)).encode() + b"\n")
-        await eventually(lambda: len(self.ends) > ended, within=90)
+        await eventually(lambda: len(self.ends) > ended, within=180)
         assert self.ends[-1]["event"] == "pushed", self.ends[-1]
         return int(self.ends[-1]["number"])
 

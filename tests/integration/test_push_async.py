@@ -20,7 +20,7 @@ from tests.support.obedient import ObedientRanks
 from tests.support.toy_trainer import fleet_for_toys, segments, start_engine, toy_trainer
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 class Installs:

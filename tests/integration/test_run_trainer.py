@@ -23,7 +23,7 @@ from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, segments
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ class Trainer:
         )
         return cls(await _start(["-c", code], {DIRECTORY_VARIABLE: str(failpoints)} if failpoints else {}))
 
-    async def finish(self, within: float = 120.0) -> tuple[int, list[dict[str, Any]]]:
+    async def finish(self, within: float = 200.0) -> tuple[int, list[dict[str, Any]]]:
         """Exit code, and what its ranks said."""
         out, _ = await asyncio.wait_for(self.process.communicate(), within)
         lines = []
@@ -78,7 +78,7 @@ async def until_served(fleet: LocalFleet) -> None:
     async def serves() -> bool:
         return await fleet.applied("e0") is not None
 
-    await eventually(serves, within=100)
+    await eventually(serves, within=180)
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -134,7 +134,7 @@ async def test_a_signal_ends_ranks_segments_and_sockets(tmp_path: Path, number: 
         below = trainer.below()
         assert len(below) >= 3
         trainer.process.send_signal(number)
-        code, _ = await trainer.finish(60)
+        code, _ = await trainer.finish(120)
         assert code == ExitCode.INTERRUPTED
         assert alive(below) == []
         assert segments() == []
@@ -149,7 +149,7 @@ async def test_ranks_die_with_an_agent_that_was_killed_and_its_successor_holds_t
         below = trainer.below()
         trainer.process.kill()
         await trainer.process.wait()
-        await eventually(lambda: alive(below) == [], within=60)
+        await eventually(lambda: alive(below) == [], within=180)
         successor = await Trainer.start(fleet, Script(steps=1))
         code, lines = await successor.finish()
         assert code == ExitCode.OK

@@ -14,7 +14,7 @@ from tests.support.toy_rank import Script
 from tests.support.toy_trainer import RankProcess, fleet_for_toys, segments, start_engine, toy_trainer
 from weightplane.v1 import operator_pb2, operator_pb2_grpc
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 RING = {"ring-0": (0, 1), "ring-1": (1, 2), "ring-2": (2, 3), "ring-10": (3, 0)}
 """Engines that take turns on four devices: each rank is in two slots, and the slots go round. Two ranks that entered
@@ -44,7 +44,7 @@ async def planned(fleet: LocalFleet) -> dict[str, list[int]]:
         assert isinstance(found, operator_pb2.PlanResponse)
         return found
 
-    found = await eventually(plan, within=60)
+    found = await eventually(plan, within=180)
     return {a.engine.engine_id: list(a.ranks) for a in found.plan.assignments}
 
 
@@ -54,7 +54,7 @@ async def test_G1_G5_ranks_of_crossing_slots_that_join_in_any_order_push_to_engi
 ) -> None:
     """The lowest rank of each slot leads, and only it: an engine that two ranks wrote to would refuse the second."""
     engines = {**RING, "all": (2, 0, 3, 1), "one": (3,), "apart": (9,)}
-    script = Script(pause_before_step=1)
+    script = Script(pause_before_step=2)
     async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
         start(fleet, dict(reversed(engines.items())) if order else engines)
         await fleet.wait_for_engines(len(engines))
@@ -80,7 +80,7 @@ async def test_G9_ranks_feed_the_engines_on_their_devices_whatever_number_they_h
     async with fleet_for_toys(tmp_path, engines=0) as fleet, toy_trainer(fleet.address) as trainer:
         start(fleet, {"e0": (0,), "e1": (1,)})
         await fleet.wait_for_engines(2)
-        ranks = await trainer.join_ranks_in((0, 1), Script(pause_before_step=1), devices=(1, 0))
+        ranks = await trainer.join_ranks_in((0, 1), Script(pause_before_step=2), devices=(1, 0))
         assert await planned(fleet) == {"e0": [1], "e1": [0]}
         assert await codes(ranks) == [0, 0]
         assert outcomes(ranks[0]) == [{"e0": "APPLIED", "e1": "APPLIED"}]

@@ -16,7 +16,7 @@ from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, segments, start_engine, toy_trainer
 from weightplane.v1 import engine_pb2, operator_pb2, operator_pb2_grpc, weight_update_pb2
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
 from weightplane.v1 import engine_pb2, operator_pb2, operator_pb2_grpc, version_pb2
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 async def accept_ledger(fleet: LocalFleet) -> operator_pb2.AcceptLedgerResponse:
@@ -55,7 +55,7 @@ async def test_the_lease_is_waited_for_while_a_person_must_accept_the_ledger(tmp
             toy_trainer(fleet.address) as trainer,
         ):
             ranks = await trainer.start_ranks(Script(steps=1))
-            await eventually(lambda: len(waits(logs)) >= 3, within=60)
+            await eventually(lambda: len(waits(logs)) >= 3, within=180)
             assert all(rank.process.returncode is None for rank in ranks), "no rank was refused"
             accepted = await accept_ledger(fleet)
             assert accepted.next_number == 51
@@ -68,9 +68,9 @@ async def test_a_push_waits_within_its_limit_while_a_person_must_accept_the_ledg
     with capture_logs() as logs:
         async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
             ranks = await trainer.start_ranks(Script(steps=4, pause_before_step=1.0))
-            await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
+            await eventually(lambda: bool(ranks[0].said("pushed")), within=180)
             async with engine_that_says(fleet, max_number=50):
-                await eventually(lambda: any(line["event"] == "begin_waits" for line in logs), within=60)
+                await eventually(lambda: any(line["event"] == "begin_waits" for line in logs), within=180)
                 await accept_ledger(fleet)
             assert [await r.code() for r in ranks] == [0, 0]
             pushed = [p["version"] for p in ranks[0].said("pushed")]
@@ -99,12 +99,12 @@ async def test_inv_7_a_trainer_above_an_older_ledger_is_not_fenced_and_goes_on_o
             await fleet.wait_for_engines(2)
             async with toy_trainer(fleet.address) as trainer:
                 ranks = await trainer.start_ranks(Script(steps=4, pause_before_step=1.0))
-                await eventually(lambda: bool(ranks[0].said("pushed")), within=60)
+                await eventually(lambda: bool(ranks[0].said("pushed")), within=180)
                 await fleet.stop("coordinator")
                 state.rename(newer)
                 older.rename(state)
                 await fleet.start_coordinator()
-                await eventually(lambda: bool(waits(logs)) and bool(held_up(logs)), within=60)
+                await eventually(lambda: bool(waits(logs)) and bool(held_up(logs)), within=180)
                 await fleet.stop("coordinator")
                 shutil.rmtree(state)
                 newer.rename(state)

@@ -18,7 +18,7 @@ from tests.support.toy_trainer import RankProcess, fleet_for_toys, segments, sta
 from trainer_agent.adapters.updater import WeightplaneUpdater
 from trainer_agent.rank import PushReport
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 
 
 class Manager:
@@ -40,7 +40,7 @@ class Manager:
             assert all(lines), f"update {rollout_id} is not over on all ranks"
             return [(found[0]["weight_version"], found[0]["error"]) for found in lines]
 
-        answer: list[tuple[int, str]] = await eventually(said, within=100)
+        answer: list[tuple[int, str]] = await eventually(said, within=180)
         return answer
 
 

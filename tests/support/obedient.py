@@ -28,7 +28,7 @@ from trainer_agent import wire
 from trainer_agent.rank import PendingPush, PushReport, TrainerRank
 from trainer_agent.source import ParamMeta
 
-WITHIN = 120.0
+WITHIN = 180.0
 
 
 class Weights:

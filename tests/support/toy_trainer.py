@@ -74,7 +74,7 @@ class RankProcess:
         await eventually(lambda: len(ends()) > before, within=within)
         return ends()[-1]
 
-    async def code(self, within: float = 120.0) -> int:
+    async def code(self, within: float = 200.0) -> int:
         """Its exit code; waits for it."""
         code = await asyncio.wait_for(self.process.wait(), within)
         await self._reader

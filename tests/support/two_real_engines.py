@@ -127,7 +127,7 @@ async def two_real_engines(work: Path) -> AsyncIterator[RealFleet]:
                 for count, engine_id in enumerate(ENGINES, start=1):
                     await real.start(engine_id)
                     await real.known(count)
-                await eventually(lambda: bool(rank.said("listening")), within=60)
+                await eventually(lambda: bool(rank.said("listening")), within=180)
                 yield real
             finally:
                 await real.end()
