@@ -181,8 +181,8 @@ class Admission(EngineAccount):
             raise e.LayoutUnknown(digest=update.layout_digest.hex())
         if layout.byte_count != update.byte_count:
             raise e.ByteCountMismatch(what="manifest", expected=layout.byte_count, got=update.byte_count)
-        if self.expected is not None:
-            self.expected.check(layout)
+        assert self.expected is not None  # it said so when it started, and only a running engine is opened to
+        self.expected.check(layout)
         update.assembly = Assembly(layout, None if update.base is None else update.base.checksums)
 
     def _abort(self, update: Update, error: e.WeightplaneError) -> list[Effect]:

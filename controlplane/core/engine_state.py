@@ -208,7 +208,7 @@ class EngineState:
                 return WeightsKind.HELD
             case Poisoned():
                 return WeightsKind.POISONED
-            case Unset():
+            case _:
                 return WeightsKind.UNSET
 
     @property

@@ -177,14 +177,13 @@ class Book:
 
     # ---- engines ----
 
-    def put(self, record: EngineRecord) -> None:
+    def put(self, record: EngineRecord, session: int) -> None:
         """The engine's present life, in its present session."""
         self._leave_unit(record.place.engine_id)
         self.engines[record.place.engine_id] = record
         if record.place.unit:
             self._units.setdefault(_unit(record), {})[record.place.engine_id] = record
-        if record.session is not None:
-            self._sessions[record.session] = record.place.engine_id
+        self._sessions[session] = record.place.engine_id
 
     def forget(self, engine_id: EngineId) -> None:
         self._leave_unit(engine_id)

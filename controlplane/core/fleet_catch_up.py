@@ -112,10 +112,7 @@ def ended(book: Book, event: CarryEnded, now: float) -> list[Effect]:
             update.leave(event.engine_id)
         if update is not None and update.phase is Phase.PREPARING:  # what it refused it will not report either
             update.lose(event.engine_id, str(event.error))
-    record = book.engines.get(event.engine_id)
-    if record is None:
-        return []
-    model = record.state.model
+    model = book.engines[event.engine_id].state.model  # else its carry was forgotten with it
     return [ViewChanged(), *advance(book, model, now), *catch_up(book, model, now)]
 
 

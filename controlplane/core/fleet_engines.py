@@ -50,7 +50,7 @@ def connected(book: Book, event: EngineConnected, now: float) -> list[Effect]:
     record = EngineRecord(
         event.place, event.state, event.session, now, event.capabilities, event.gate_open, event.refused
     )
-    book.put(record)
+    book.put(record, event.session)
     book.awaited.discard(engine_id)
     return [*effects, *frozen, Welcome(event.session, NO_TERM), *_after_report(book, record, None, now)]
 

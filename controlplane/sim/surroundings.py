@@ -16,7 +16,7 @@ from controlplane.sim.witness import Witness
 
 @dataclass
 class Surroundings:
-    """Time, fate, who looks on, and where checkpoints lie; no other process."""
+    """Time, fate, launchers, who looks on, and where checkpoints lie; nobody whom it could talk to."""
 
     kernel: Kernel
     settings: SimSettings

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         WeightplaneError,
     )
     from controlplane.core.pauses import PauseMode, PausePolicy
+    from controlplane.core.sample_spans import Span
     from controlplane.core.sampling import SamplingSettings
     from controlplane.core.versions import WeightVersion
     from controlplane.rollout.ahead import RolloutsAhead
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from controlplane.rollout.client import RolloutClient
     from controlplane.rollout.lag_guard import Admitted, LagExceeded, LagGuard
     from controlplane.rollout.policies import BySession, LeastLoaded, PowerOfTwo
-    from controlplane.rollout.sample import Delta, Sample, Scores, Span
+    from controlplane.rollout.sample import Delta, Sample, Scores
     from controlplane.rpc.security.settings import TlsSettings
     from trainer_agent.adapters.updater import WeightplaneUpdater
     from trainer_agent.adapters.vllm_client import WeightplaneSyncClient
@@ -108,7 +109,7 @@ _HOMES = {
     "Sample": "controlplane.rollout.sample",
     "SamplingSettings": "controlplane.core.sampling",
     "Scores": "controlplane.rollout.sample",
-    "Span": "controlplane.rollout.sample",
+    "Span": "controlplane.core.sample_spans",
     "StaleTerm": "controlplane.core.errors",
     "TlsSettings": "controlplane.rpc.security.settings",
     "TrainerRank": "trainer_agent.rank",

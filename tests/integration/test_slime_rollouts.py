@@ -6,6 +6,8 @@ import asyncio
 import hashlib
 from pathlib import Path
 
+import pytest
+
 from controlplane.rollout.adapters.slime import generate_rollout
 from controlplane.rollout.sample import SPANS_KEY
 from engine_agent.memory.engine import token_of, weights_of

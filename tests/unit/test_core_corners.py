@@ -10,13 +10,14 @@ from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.assembly import Assembly
 from controlplane.core.engine_admission import MAX_LAYOUTS
-from controlplane.core.engine_state import Hold, HoldKind, Life, Poisoned
+from controlplane.core.engine_state import Hold, HoldKind, Life, Poisoned, Stage
 from controlplane.core.errors.tree import PUBLIC
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.core.pauses import MAX_INSTALL_WAIT_SECONDS, PauseMode, PausePolicy
 from controlplane.core.pins import Pin
-from controlplane.core.versions import EngineId
+from controlplane.core.versions import EngineId, Term
 from tests.support.engine_core import LAYOUT, Agent, version
+from tests.unit.test_engine_streaming import Streaming
 
 
 def opened() -> Agent:
@@ -52,6 +53,23 @@ def test_only_a_streaming_update_is_admitted_as_one() -> None:
     agent.handle(events.LayoutArrived(1, LAYOUT))
     with pytest.raises(e.FrameOutOfOrder, match="admission"):
         agent.handle(events.StreamAdmitted(1))
+
+
+def test_inv7_the_start_of_an_install_is_judged_by_itself_whatever_ended_its_stream_before() -> None:
+    """A higher term ends the update where it is seen; this holds if that were missed."""
+    agent = Agent()
+    agent.receive(1)
+    agent.core.term = Term(2)
+    with pytest.raises(e.StaleTerm):
+        agent.commit(1)
+    assert (agent.stage, agent.applied) == (Stage.READY, None)
+
+
+def test_a_chunk_after_all_of_a_streaming_update_is_in_is_out_of_order() -> None:
+    agent = Streaming()
+    agent.all_in()
+    with pytest.raises(e.FrameOutOfOrder, match="commit"):
+        agent.part(1)
 
 
 def test_the_oldest_of_many_layouts_is_forgotten_and_asked_for_again() -> None:

@@ -191,5 +191,4 @@ __all__ = [
 ]
 
 for _class in (WeightplaneError, Refused, Failed, *error_classes()):
-    if _class.__module__.startswith(f"{PUBLIC}."):
-        _class.__module__ = PUBLIC
+    _class.__module__ = PUBLIC

@@ -45,8 +45,6 @@ class Failed(WeightplaneError):
 
 
 def _shown(value: Any) -> str:
-    if value is None:
-        return "unset"
     if isinstance(value, (list, frozenset, set)):
         items = sorted(value) if not isinstance(value, list) else value
         more = f" and {len(items) - NAMES_SHOWN} more" if len(items) > NAMES_SHOWN else ""
