@@ -9,7 +9,8 @@ from typing import Any
 
 def word_of(enum: Any, value: int) -> str:
     """`enum` as its module has it, such as `engine_pb2.UpdateStage`. Raises ValueError: it has no such value."""
-    return enum.Name(value).removeprefix(_prefix(enum.DESCRIPTOR.name)).lower()
+    name: str = enum.Name(value)
+    return name.removeprefix(_prefix(enum.DESCRIPTOR.name)).lower()
 
 
 @cache
