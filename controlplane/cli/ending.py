@@ -55,7 +55,7 @@ def _expected(error: Exception) -> tuple[int, str] | None:
     if isinstance(error, ModuleNotFoundError):
         return _missing_extra(error)
     from controlplane.core.errors import WeightplaneError
-    from controlplane.rpc.server import PortUnavailable
+    from controlplane.rpc.ports import PortUnavailable
 
     if isinstance(error, PortUnavailable):
         return ExitCode.PORT_IN_USE, str(error)

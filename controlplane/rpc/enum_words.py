@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from typing import Any
 
-from google.protobuf.internal.enum_type_wrapper import EnumTypeWrapper
 
-
-def word_of(enum: EnumTypeWrapper, value: int) -> str:
-    """Raises ValueError: the enum has no such value."""
-    return enum.Name(value).removeprefix(_prefix(enum.DESCRIPTOR.name)).lower()
+def word_of(enum: Any, value: int) -> str:
+    """`enum` as its module has it, such as `engine_pb2.UpdateStage`. Raises ValueError: it has no such value."""
+    name: str = enum.Name(value)
+    return name.removeprefix(_prefix(enum.DESCRIPTOR.name)).lower()
 
 
 @cache

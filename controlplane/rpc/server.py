@@ -30,7 +30,7 @@ from controlplane.rpc.channels import SERVER_OPTIONS
 from controlplane.rpc.documented import enable_documented_reflection
 from controlplane.rpc.errors import to_status
 from controlplane.rpc.metrics import INTERNAL_ERRORS, REFUSALS
-from controlplane.rpc.ports import PortUnavailable as PortUnavailable
+from controlplane.rpc.ports import PortUnavailable
 from controlplane.rpc.security.guard import Guard, ServerSecurity
 from controlplane.rpc.validation import validate
 

@@ -12,7 +12,7 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from controlplane.rpc.server import PortUnavailable
+from controlplane.rpc.ports import PortUnavailable
 from engine_agent.openai_door.answers import App
 from engine_agent.openai_door.door import PEER
 

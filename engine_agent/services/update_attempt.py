@@ -61,8 +61,6 @@ _WRITERS = {weight_update_pb2.UPDATE_WRITER_COORDINATOR: Role.COORDINATOR}
 """INV-7: the coordinator's term is the coordinator's own. Any other writer is a trainer."""
 QUICK_BYTES = 4 << 20
 """Copied and summed in a millisecond or less: as long as a thread under load takes to begin."""
-MAX_LAYOUT_TENSORS = 1_000_000
-"""As the manifest's own limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +102,7 @@ class UpdateAttempt:
         """Of an attempt that was accepted, and is to bring bytes."""
 
     async def run(self) -> AsyncIterator[Response]:
-        opened = await self._open_frame()
+        opened = await self._reader.open()
         check_role(caller(), _WRITERS.get(opened.writer, Role.TRAINER))
         version = version_from_proto(opened.version)
         self._rules.check(self._life.core.state.engine_id, opened)
@@ -145,36 +143,11 @@ class UpdateAttempt:
             problem = f"{len(reference.prompt_token_ids)} tokens of an engine's {facts.max_model_len} leave no room"
             raise e.InvalidRequest("manifest.reference", problem)
 
-    async def _open_frame(self) -> weight_update_pb2.UpdateOpen:
-        frame = await self._reader.next()
-        if frame is None or frame.WhichOneof("frame") != "open":
-            got = "the end" if frame is None else str(frame.WhichOneof("frame"))
-            raise e.FrameOutOfOrder(expected="open", got=got)
-        return frame.open
-
-    async def _read_layout(self, tensor_count: int) -> None:
-        parts: list[weight_update_pb2.LayoutPart] = []
-        tensors = 0
-        while not parts or len(parts) < parts[0].count:
-            frame = await self._reader.next()
-            if frame is not None and frame.WhichOneof("frame") == "abort":
-                raise untimely(frame)
-            if frame is None or frame.WhichOneof("frame") != "layout_part":
-                got = "the end" if frame is None else str(frame.WhichOneof("frame"))
-                raise e.FrameOutOfOrder(expected=f"layout part {len(parts)}", got=got)
-            part = frame.layout_part
-            if part.index != len(parts) or (parts and part.count != parts[0].count):
-                raise e.FrameOutOfOrder(expected=f"layout part {len(parts)}", got=f"part {part.index}/{part.count}")
-            tensors += len(part.tensors)
-            if tensors > min(tensor_count, MAX_LAYOUT_TENSORS):
-                raise e.LimitExceeded(what="tensors of the layout", limit=tensor_count, got=tensors)
-            parts.append(part)
-        layout = await asyncio.to_thread(layout_from_parts, parts)
-        self._life.apply(events.LayoutArrived(self._stream, layout))
-
     async def _begin_receiving(self, opened: weight_update_pb2.UpdateOpen, *, layout_needed: bool) -> None:
         if layout_needed:
-            await self._read_layout(opened.manifest.tensor_count)
+            parts = await self._reader.layout_parts(opened.manifest.tensor_count)
+            layout = await asyncio.to_thread(layout_from_parts, parts)
+            self._life.apply(events.LayoutArrived(self._stream, layout))
         update, facts = self._my_update(), self._life.facts
         if update.assembly is None or facts is None:
             raise e.UpdateAborted(update_id="", cause="the engine's life ended")

@@ -15,6 +15,8 @@ from weightplane.v1 import weight_update_pb2
 
 Frame = weight_update_pb2.UpdateWeightsRequest | BulkFrame
 Frames = AsyncIterator[Frame]
+MAX_LAYOUT_TENSORS = 1_000_000
+"""As the manifest's own limit."""
 READY_IDLE_SECONDS = 600.0
 """Longest wait for the commit frame once all bytes are in; above the coordinator's own limit for go."""
 
@@ -47,6 +49,32 @@ class FrameReader:
         came = frame.result()
         self.payload = came.payload if isinstance(came, BulkFrame) else None
         return came.frame if isinstance(came, BulkFrame) else came
+
+    async def open(self) -> weight_update_pb2.UpdateOpen:
+        """The first frame. Raises FrameOutOfOrder, and as `next`."""
+        frame = await self.next()
+        if frame is None or frame.WhichOneof("frame") != "open":
+            raise e.FrameOutOfOrder(expected="open", got=_kind(frame))
+        return frame.open
+
+    async def layout_parts(self, tensor_count: int) -> list[weight_update_pb2.LayoutPart]:
+        """All of them, in order, of so many tensors at most. Raises FrameOutOfOrder, LimitExceeded, and as `next`."""
+        parts: list[weight_update_pb2.LayoutPart] = []
+        tensors = 0
+        while not parts or len(parts) < parts[0].count:
+            frame = await self.next()
+            if frame is not None and frame.WhichOneof("frame") == "abort":
+                raise untimely(frame)
+            if frame is None or frame.WhichOneof("frame") != "layout_part":
+                raise e.FrameOutOfOrder(expected=f"layout part {len(parts)}", got=_kind(frame))
+            part = frame.layout_part
+            if part.index != len(parts) or (parts and part.count != parts[0].count):
+                raise e.FrameOutOfOrder(expected=f"layout part {len(parts)}", got=f"part {part.index}/{part.count}")
+            tensors += len(part.tensors)
+            if tensors > min(tensor_count, MAX_LAYOUT_TENSORS):
+                raise e.LimitExceeded(what="tensors of the layout", limit=tensor_count, got=tensors)
+            parts.append(part)
+        return parts
 
     async def during(self, work: Coroutine[Any, Any, None]) -> None:
         """Do `work`, for which the writer only waits. Its end, its abort and any other frame end the work too."""
@@ -85,6 +113,10 @@ def untimely(frame: weight_update_pb2.UpdateWeightsRequest | None) -> e.Weightpl
     if kind == "abort":
         return e.UpdateAborted(update_id="", cause=frame.abort.reason or "the writer gave up")
     return e.FrameOutOfOrder(expected="what the last answer asked for", got=str(kind))
+
+
+def _kind(frame: weight_update_pb2.UpdateWeightsRequest | None) -> str:
+    return "the end" if frame is None else str(frame.WhichOneof("frame"))
 
 
 def _seen(task: asyncio.Future[None]) -> None:

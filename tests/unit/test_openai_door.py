@@ -19,8 +19,8 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Hold, HoldKind
 from controlplane.core.traces import SpanRef
 from controlplane.core.versions import Term, UpdateId, WeightVersion
+from controlplane.rpc.ports import PortUnavailable
 from controlplane.rpc.security import PLAIN
-from controlplane.rpc.server import PortUnavailable
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
 from engine_agent.memory.engine import MemorySettings

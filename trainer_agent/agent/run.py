@@ -17,7 +17,7 @@ from controlplane.allocator import keep_freed_memory
 from controlplane.config import ConfigError
 from controlplane.core.errors import StaleTerm, TlsFailed
 from controlplane.exit_codes import ExitCode
-from controlplane.rpc.server import PortUnavailable
+from controlplane.rpc.ports import PortUnavailable
 from controlplane.supervision import Supervisor, Turns
 from trainer_agent import wire
 from trainer_agent.agent.daemon import TrainerAgent

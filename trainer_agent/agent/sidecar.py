@@ -22,7 +22,7 @@ from controlplane.core.errors import StaleTerm, TlsFailed
 from controlplane.exit_codes import ExitCode
 from controlplane.processes import open_process
 from controlplane.rpc.logs import configure_logging
-from controlplane.rpc.server import PortUnavailable
+from controlplane.rpc.ports import PortUnavailable
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
 from trainer_agent.directories import sweep
