@@ -11,6 +11,7 @@ from controlplane.core.errors import InvalidRequest
 from controlplane.core.sampling import SamplingSettings
 from engine_agent.vllm.calls import Core
 from engine_agent.vllm.canary import DECODED_TOKENS, canary_prompt
+from engine_agent.vllm.endings import ending
 from engine_agent.vllm.streams import OutputTap, Streams
 
 
@@ -99,3 +100,19 @@ def test_the_canary_fits_every_model(vocab_size: int, max_model_len: int) -> Non
     assert len(prompt) >= 2
     assert all(0 <= token < vocab_size for token in prompt)
     assert len(prompt) + DECODED_TOKENS <= max_model_len
+
+
+@pytest.mark.parametrize(
+    ("said", "meant"),
+    [
+        ((None, None), (None, "")),
+        (("length", None), ("length", "")),
+        (("stop", 7), ("stop", "7")),
+        (("repetition", None), ("stop", "repetition")),
+        (("error", None), ("abort", "error")),
+    ],
+)
+def test_an_end_that_the_port_has_no_word_for_keeps_vllms_as_its_stop_reason(
+    said: tuple[str | None, object], meant: tuple[str | None, str]
+) -> None:
+    assert ending(*said) == meant
