@@ -110,6 +110,7 @@ class Hub:
         self._lags.see(first)
         self.view: Latest[operator_pb2.FleetView] = Latest(first)
         self.recovering = Latest(core.recovering)
+        """As the core says: told at once, and without a view."""
         self.stacks = StackShelf()
         self.start_carry: Callable[[Carry], None] = _no_carrier
         """Who brings versions from checkpoints; set by the daemon."""
