@@ -23,6 +23,8 @@ from weightplane.v1 import rollout_pb2
 TRACEPARENT = "traceparent"
 MAX_EVENTS = 32
 """Of one call: engines that declined it."""
+SOONER_SECONDS = 0.25
+"""A caller counts from when it asked, we from when that came: by so much its time may be over sooner than ours."""
 _LOST = frozenset({EngineDied.reason, PeerLost.reason})
 Metadata = Sequence[tuple[str, str]]
 
@@ -131,8 +133,6 @@ class CallTrace:
 
 
 UNTRACED = CallTrace(None, on=False)
-SOONER_SECONDS = 0.25
-"""A caller counts from when it asked, we from when that came: by so much its time may be over sooner than ours."""
 
 
 @contextmanager

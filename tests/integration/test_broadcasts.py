@@ -13,6 +13,7 @@ import pytest
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.daemon.agent import run_engine
 from engine_agent.receivers import links as engine_links
+from tests.support.obedient import ObedientRanks
 from tests.support.thread_rank import Source, ThreadRank
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import ToyTrainer, engine_settings, fleet_for_toys, toy_trainer
@@ -140,9 +141,12 @@ async def test_g7_a_trainer_killed_in_a_broadcast_is_followed_by_one_that_makes_
         (failpoints / "rank.between_chunks").write_text("kill after=3")
         (dead,) = await trainer.start_ranks(Script(steps=1), world=1)
         assert await dead.code() == -signal.SIGKILL
-        (next_life,) = await trainer.start_ranks(Script(steps=2), world=1)
-        assert await next_life.code() == 0
-        assert [p["outcomes"] for p in next_life.said("pushed")] == [{"e0": "APPLIED", "e1": "APPLIED"}] * 2
+        next_life = await ObedientRanks.start(trainer, world=1)
+        for step in (1, 2):
+            await fleet.settled()
+            [pushed] = await next_life.all("push", step=step)
+            assert pushed["outcomes"] == {"e0": "APPLIED", "e1": "APPLIED"}
+        assert await next_life.leave() == [0]
 
 
 async def test_an_engine_that_does_not_take_broadcasts_is_not_sent_any(

@@ -44,7 +44,7 @@ RUN = os.environ.setdefault("WEIGHTPLANE_TEST_RUN", f"test-run-{os.getpid()}")
 SHAPES = {"a": (1000,), "b": (3, 5)}
 LAYOUT = Layout(tuple(TensorSpec(name, DType.F32, shape) for name, shape in SHAPES.items()))
 Request = weight_update_pb2.UpdateWeightsRequest
-SETTLE_SECONDS = 3.0
+SETTLE_SECONDS = 20.0
 """Longest that is waited for gates that may never open."""
 
 
