@@ -15,7 +15,7 @@ from controlplane.core.errors.tree import PUBLIC
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.core.pauses import MAX_INSTALL_WAIT_SECONDS, PauseMode, PausePolicy
 from controlplane.core.pins import Pin
-from controlplane.core.versions import EngineId, Term
+from controlplane.core.versions import EngineId, Term, UpdateId
 from tests.support.engine_core import LAYOUT, Agent, version
 from tests.unit.test_engine_streaming import Streaming
 
@@ -46,6 +46,15 @@ def test_a_layout_that_the_open_frame_did_not_name_is_refused() -> None:
     other = Layout((TensorSpec("other", DType.F32, (1,)),))
     with pytest.raises(e.LayoutUnknown):
         opened().handle(events.LayoutArrived(1, other))
+
+
+def test_inv3_a_manifest_of_another_size_than_its_layout_is_refused_before_a_byte_comes() -> None:
+    agent = Agent()
+    state, size = agent.core.state, LAYOUT.byte_count + 1
+    who = (state.run_id, state.model, state.incarnation, UpdateId("u1"), Term(1), version(1))
+    agent.handle(events.Opened(1, *who, LAYOUT.digest, len(LAYOUT.tensors), size))
+    with pytest.raises(e.ByteCountMismatch, match="manifest"):
+        agent.handle(events.LayoutArrived(1, LAYOUT))
 
 
 def test_only_a_streaming_update_is_admitted_as_one() -> None:
