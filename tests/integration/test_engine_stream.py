@@ -184,7 +184,7 @@ async def test_no_commit_frame_goes_before_the_coordinators_go() -> None:
         await eventually(lambda: running.stream.ready)
         assert agent.frames == [["open", "layout_part", "chunk"]]
         await running.phase(fleet_pb2.UPDATE_PHASE_GO)
-        assert await running.end() == StreamEnd("e0", None, memory_free=True)
+        assert await running.end() == StreamEnd(None, memory_free=True)
         assert agent.frames[0][-1] == "commit"
 
 
@@ -290,7 +290,7 @@ async def test_after_the_commit_a_broken_stream_attaches_and_gets_the_outcome() 
     async with attempt(agent) as running:
         running.export()
         await running.phase(fleet_pb2.UPDATE_PHASE_GO)
-        assert await running.end() == StreamEnd("e0", None, memory_free=True)
+        assert await running.end() == StreamEnd(None, memory_free=True)
         assert agent.frames == [["open", "layout_part", "chunk", "commit"], ["open"]]
 
 

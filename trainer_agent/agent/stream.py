@@ -63,7 +63,6 @@ class Cargo:
 class StreamEnd:
     """How the last attempt ended."""
 
-    engine_id: str
     error: WeightplaneError | None
     """None: `applied` came."""
     memory_free: bool
@@ -156,14 +155,14 @@ class EngineStream:
                 try:
                     await self._attempt()
                     applied = True
-                    return StreamEnd(self.engine_id, None, memory_free=True)
+                    return StreamEnd(None, memory_free=True)
                 except WeightplaneError as error:
                     log.info("stream_ended", engine_id=self.engine_id, reason=error.reason, cause=str(error))
                     self.ready = False
                     if self.error is None or not self._abort.is_set():
                         self.error = error
                 if self._abort.is_set() or not self._again(self.error):
-                    return StreamEnd(self.engine_id, self.error, self._memory_free())
+                    return StreamEnd(self.error, self._memory_free())
                 await self._pause(pause)
                 pause = min(pause * 2, MAX_BACKOFF_SECONDS)
         finally:

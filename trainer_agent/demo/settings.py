@@ -30,7 +30,3 @@ class GrpoSettings:
     micro_batch: int
     checkpoint_every: int
     """Steps between checkpoints. One more is written at the end."""
-
-    @property
-    def samples_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
