@@ -19,7 +19,7 @@ from tests.cases.samples import tokens_of
 from tests.cases.sessions import Notes, number_of
 from tests.support.eventually import eventually
 from tests.support.local_fleet import Weights
-from tests.support.toy_rank import Script
+from tests.support.obedient import ObedientRanks
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, operator_pb2_grpc
 
@@ -231,12 +231,14 @@ async def test_P3_one_of_eight_fails_and_the_trainers_report_has_eight_outcomes(
             operator_pb2_grpc.OperatorStub(fleet.channel(fleet.address)).WatchFleet(operator_pb2.WatchFleetRequest()),
             lambda response: response.fleet,
         )
-        (rank,) = await trainer.start_ranks(Script(steps=2), world=1)
-        assert await rank.code() == 0
+        ranks = await ObedientRanks.start(trainer, world=1)
+        (first,) = await ranks.all("push", step=1)
+        (failed,) = [engine for engine, outcome in first["outcomes"].items() if outcome != "APPLIED"]
+        await eventually(lambda: _words(views.told, failed)[-1:] == ["poisoned"])
+        (second,) = await ranks.all("push", step=2)
+        assert await ranks.leave() == [0]
         updates = {u.version.number: u for u in (await fleet.view()).updates}
         await views.close()
-    first, second = rank.said("pushed")
-    (failed,) = [engine for engine, outcome in first["outcomes"].items() if outcome != "APPLIED"]
     assert sorted(first["outcomes"]) == EIGHT
     assert (first["status"], first["outcomes"][failed]) == ("DEGRADED", "FAILED: INSTALL_FAILED")
     assert (second["status"], second["outcomes"]) == ("COMMITTED", dict.fromkeys(EIGHT, "APPLIED"))
@@ -247,11 +249,11 @@ async def test_P3_one_of_eight_fails_and_the_trainers_report_has_eight_outcomes(
     assert "failpoint worker.install" in next(
         o.error_message for o in updates[1].engines if o.engine.engine_id == failed
     )
-    _check_shut(views.told, failed)
+    assert "poisoned" in _words(views.told, failed)
 
 
-def _check_shut(views: list[operator_pb2.FleetView], failed: str) -> None:
-    """From the first decision to the last install: no view sends anyone to the engine that failed."""
+def _words(views: list[operator_pb2.FleetView], failed: str) -> list[str]:
+    """What is told of the engine that failed, from the first decision to the next. No view sends anyone to it."""
     words = []
     for view in views:
         by_name = {e.status.engine.engine_id: e for e in view.engines}
@@ -259,7 +261,7 @@ def _check_shut(views: list[operator_pb2.FleetView], failed: str) -> None:
         if failed in by_name and served == [1]:
             words.append(by_name[failed].status.word)
             assert not by_name[failed].routable
-    assert "poisoned" in words
+    return words
 
 
 async def test_P3_an_engine_that_is_lost_and_one_that_refuses_are_named_beside_those_that_applied(
