@@ -232,15 +232,15 @@ async def test_P3_one_of_eight_fails_and_the_trainers_report_has_eight_outcomes(
             lambda response: response.fleet,
         )
         ranks = await ObedientRanks.start(trainer, world=1)
-        [first] = await ranks.all("push", step=1)
+        (first,) = await ranks.all("push", step=1)
+        (failed,) = [engine for engine, outcome in first["outcomes"].items() if outcome != "APPLIED"]
         await fleet.settled()
-        await eventually(lambda: any(e.status.word == "poisoned" for view in views.told[-1:] for e in view.engines))
-        [second] = await ranks.all("push", step=2)
+        await eventually(lambda: _words(views.told, failed)[-1:] == ["poisoned"])
+        (second,) = await ranks.all("push", step=2)
         await eventually(lambda: _all_hold(fleet, 2))
         assert await ranks.leave() == [0]
         updates = {u.version.number: u for u in (await fleet.view()).updates}
         await views.close()
-    (failed,) = [engine for engine, outcome in first["outcomes"].items() if outcome != "APPLIED"]
     assert sorted(first["outcomes"]) == EIGHT
     assert (first["status"], first["outcomes"][failed]) == ("DEGRADED", "FAILED: INSTALL_FAILED")
     healthy = {e: outcome for e, outcome in second["outcomes"].items() if e != failed}
@@ -252,7 +252,7 @@ async def test_P3_one_of_eight_fails_and_the_trainers_report_has_eight_outcomes(
     assert "failpoint worker.install" in next(
         o.error_message for o in updates[1].engines if o.engine.engine_id == failed
     )
-    _check_shut(views.told, failed)
+    assert "poisoned" in _words(views.told, failed)
 
 
 async def _all_hold(fleet: LocalFleet, number: int) -> bool:
@@ -260,8 +260,8 @@ async def _all_hold(fleet: LocalFleet, number: int) -> bool:
     return {await fleet.applied(engine_id) for engine_id in EIGHT} == {number}
 
 
-def _check_shut(views: list[operator_pb2.FleetView], failed: str) -> None:
-    """From the first decision to the last install: no view sends anyone to the engine that failed."""
+def _words(views: list[operator_pb2.FleetView], failed: str) -> list[str]:
+    """What is told of the engine that failed, from the first decision to the next. No view sends anyone to it."""
     words = []
     for view in views:
         by_name = {e.status.engine.engine_id: e for e in view.engines}
@@ -269,7 +269,7 @@ def _check_shut(views: list[operator_pb2.FleetView], failed: str) -> None:
         if failed in by_name and served == [1]:
             words.append(by_name[failed].status.word)
             assert not by_name[failed].routable
-    assert "poisoned" in words
+    return words
 
 
 async def test_P3_an_engine_that_is_lost_and_one_that_refuses_are_named_beside_those_that_applied(

@@ -132,25 +132,30 @@ async def test_a_trainer_agent_refuses_what_is_not_its_own(tmp_path: Path) -> No
 # ---- a launched trainer -------------------------------------------------------------------------
 
 
+async def launched(fleet: LocalFleet, at: Path, script: Script) -> asyncio.subprocess.Process:
+    """A trainer agent with two ranks, as a process; its address comes to `at`."""
+    code = (
+        "import asyncio, sys; from pathlib import Path;"
+        "from trainer_agent.agent import TrainerSettings, run_trainer;"
+        f"settings = TrainerSettings(coordinator={fleet.address!r}, nproc_per_node=2, max_restarts=3,"
+        f" stop_seconds=10.0, address_file=Path({str(at)!r}));"
+        f"sys.exit(asyncio.run(run_trainer(settings, [{str(TOY)!r}, {json.dumps(asdict(script))!r}])))"
+    )
+    return await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
+        cwd=ROOT,
+    )
+
+
 async def test_a_launched_trainer_tells_what_its_ranks_wrote_and_ends_when_it_is_told(tmp_path: Path) -> None:
     at = tmp_path / "trainer"
     script = Script(steps=500, pause_before_step=0.1)
     async with fleet_for_toys(tmp_path, engines=1) as fleet:
-        code = (
-            "import asyncio, sys; from pathlib import Path;"
-            "from trainer_agent.agent import TrainerSettings, run_trainer;"
-            f"settings = TrainerSettings(coordinator={fleet.address!r}, nproc_per_node=2, max_restarts=3,"
-            f" stop_seconds=10.0, address_file=Path({str(at)!r}));"
-            f"sys.exit(asyncio.run(run_trainer(settings, [{str(TOY)!r}, {json.dumps(asdict(script))!r}])))"
-        )
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            code,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
-            cwd=ROOT,
-        )
+        process = await launched(fleet, at, script)
         await eventually(lambda: at.exists() and at.read_text(), within=180)
         stub = lifecycle(fleet, at.read_text())
 
