@@ -21,9 +21,11 @@ from controlplane import failpoints, tracing
 from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
 from controlplane.coordinator.metrics import count_decided
+from controlplane.coordinator.outboxes import Outbox, Outboxes
 from controlplane.coordinator.spans import trace_decided
 from controlplane.coordinator.token_lags import TokenLags
-from controlplane.core.errors import LedgerError, UnknownUpdate, WeightplaneError, WrongRun
+from controlplane.coordinator.topics import Topics
+from controlplane.core.errors import LedgerError, UnknownUpdate, WrongRun
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_events import (
     BroadcastState,
@@ -46,9 +48,8 @@ from controlplane.core.fleet_records import UpdateDecided
 from controlplane.core.kept_stacks import StackShelf
 from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_transaction import UpdateTransaction
-from controlplane.core.versions import ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.core.versions import ModelName, RunId, UpdateId
 from controlplane.ledger import Ledger
-from controlplane.rpc.codec import seconds_to_proto, version_from_proto
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.tasks import to_the_end
 from weightplane.v1 import fleet_pb2, operator_pb2
@@ -70,29 +71,6 @@ engines', whose reports decide."""
 _SEEN = (UpdateChanged, ViewChanged)
 MAX_ENGINES_LOGGED = 32
 """Of a record: each has a dozen words there, and a thousand of them a cost of their own."""
-MAX_PENDING_FRAMES = 256
-"""Frames waiting for one agent; an agent that reads none for so long is cut off and comes again."""
-
-
-class Outbox:
-    """What goes to one session: the welcome, then states, then perhaps an error that ends it."""
-
-    def __init__(self) -> None:
-        self._frames: asyncio.Queue[fleet_pb2.SessionResponse | WeightplaneError] = asyncio.Queue(MAX_PENDING_FRAMES)
-        self.welcomed = False
-        """Its hello was answered: from then on it is told the fleet's states."""
-
-    def put(self, item: fleet_pb2.SessionResponse | WeightplaneError) -> None:
-        if self._frames.full():
-            self._frames.get_nowait()  # states are level-triggered: the oldest is the one nobody needs
-        self._frames.put_nowait(item)
-
-    async def get(self) -> fleet_pb2.SessionResponse:
-        """The next frame. Raises the error that ends the session."""
-        item = await self._frames.get()
-        if isinstance(item, WeightplaneError):
-            raise item
-        return item
 
 
 class Hub:
@@ -100,7 +78,6 @@ class Hub:
 
     def __init__(self, core: FleetCore, ledger: Ledger, writer: ThreadPoolExecutor, heartbeat_seconds: float) -> None:
         self.core = core
-        self.heartbeat_seconds = heartbeat_seconds
         self.clock_shift = time.time() - time.monotonic()
         """Seconds that turn the core's time into the clock's: of one moment, so that dates do not move."""
         self._messages, self._happenings, self._lags = views.Messages(), Happenings(), TokenLags()
@@ -119,30 +96,19 @@ class Hub:
         self._lock = asyncio.Lock()
         self._seen, self._told = asyncio.Event(), asyncio.Event()
         """Something that people, or clients, see changed since they were shown it last."""
-        self._outboxes: dict[int, Outbox] = {}
-        self._updates: dict[UpdateId, Latest[fleet_pb2.UpdateState]] = {}
-        self._moved: set[UpdateId] = set()
-        """Updates of which an engine reported something that is not shown yet."""
-        self._routes: dict[tuple[ModelName, bool], Latest[fleet_pb2.WatchRoutesResponse]] = {}
-        """By model, and whether engines that stay at a version are among them."""
-        self._routed: dict[tuple[ModelName, bool], frozenset[WeightVersion]] = {}
-        """Versions under which clients were told of an engine."""
-        self._next_session = 0
+        self._outboxes = Outboxes(core, heartbeat_seconds)
+        self._topics = Topics(core, self.clock_shift)
         self.ticks = 0
         """Ticks that went through the core and the ledger: what its watchdog is fed from."""
         self._handled_at = time.monotonic()
-        for update in core.updates.values():
-            self._publish_update(update)
 
     # ---- sessions ----
 
     def new_session(self) -> tuple[int, Outbox]:
-        self._next_session += 1
-        outbox = self._outboxes[self._next_session] = Outbox()
-        return self._next_session, outbox
+        return self._outboxes.open()
 
     def drop_session(self, session: int) -> None:
-        self._outboxes.pop(session, None)
+        self._outboxes.drop(session)
 
     # ---- events ----
 
@@ -162,7 +128,7 @@ class Hub:
                 self._seen.set()
                 self._told.set()
                 if isinstance(event, EngineReported) and event.gate_open:
-                    self._tell_first_route(event.session)
+                    self._topics.gate_opened(event.session)
             if self.recovering.value != self.core.recovering:
                 self.recovering.set(self.core.recovering)
             return effects
@@ -190,7 +156,7 @@ class Hub:
         """What is told once for all events that came close together, after the first of them were answered. Between two
         events, so that nothing is shown that is not in the ledger (INV-9)."""
         await asyncio.gather(
-            self._publish_together(self._told, self._publish_changes, TOGETHER_SECONDS),
+            self._publish_together(self._told, self._topics.publish, TOGETHER_SECONDS),
             self._publish_together(self._seen, self._publish_view, VIEW_SECONDS, self._unwatched),
         )
 
@@ -270,16 +236,15 @@ class Hub:
                 case Save():
                     raise AssertionError("saving takes a while")
                 case Welcome(session, term):
-                    self._greet(session, term)
+                    self._outboxes.greet(session, term)
                 case CloseSession(session, error):
-                    if session in self._outboxes:
-                        self._outboxes[session].put(error)
+                    self._outboxes.end(session, error)
                 case BroadcastState():
-                    self._broadcast()
+                    self._outboxes.broadcast()
                 case StartCarry(carry):
                     self.start_carry(carry)
                 case UpdateChanged(update_id):
-                    self._update_changed(self.core.updates[update_id])
+                    self._topics.update_changed(self.core.updates[update_id])
                 case ViewChanged():
                     pass  # `publish_forever` shows it
                 case UpdatePlanned():
@@ -295,77 +260,6 @@ class Hub:
         update_id = getattr(record, "update_id", None)
         of_update = tracing.log_fields(self.core.settings.run_id, update_id) if update_id else {}
         log.info("record_written", kind=type(record).__name__, record=_in_short(record), **of_update)
-
-    # ---- telling ----
-
-    def _welcome(self, session: int, trainer_term: Term) -> fleet_pb2.Welcome:
-        return fleet_pb2.Welcome(
-            coordinator_term=self.core.term,
-            heartbeat_interval=seconds_to_proto(self.heartbeat_seconds),
-            lease_ttl=seconds_to_proto(self.core.settings.lease_ttl_seconds),
-            trainer_term=trainer_term,
-            state=views.fleet_state(self.core, session),
-        )
-
-    def _greet(self, session: int, term: Term) -> None:
-        """The first frame of a session; states come after it, never before."""
-        outbox = self._outboxes.get(session)
-        if outbox is not None:
-            outbox.put(fleet_pb2.SessionResponse(welcome=self._welcome(session, term)))
-            outbox.welcomed = True
-
-    def _broadcast(self) -> None:
-        """One state for all, but for members of units, which may serve less."""
-        common = fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core))
-        for session, outbox in self._outboxes.items():
-            if not outbox.welcomed:
-                continue
-            own = self.core.serves_its_own(session)
-            state = fleet_pb2.SessionResponse(fleet_state=views.fleet_state(self.core, session)) if own else common
-            outbox.put(state)
-
-    def _update_changed(self, update: UpdateTransaction) -> None:
-        """A phase is told at once, for it permits commit frames or ends the update; what one engine of many reported
-        comes with the next view: a state names all engines, and one for each report of each is the fleet's square."""
-        topic = self._updates.get(update.update_id)
-        if topic is None or topic.value.phase != views.PHASES[update.phase]:
-            self._publish_update(update)
-        else:
-            self._moved.add(update.update_id)
-
-    def _publish_changes(self) -> None:
-        for update_id in self._moved & self.core.updates.keys():
-            self._publish_update(self.core.updates[update_id])
-        self._moved.clear()
-        for model, kept in self._routes:
-            self._publish_routes(model, kept=kept)
-
-    def _tell_first_route(self, session: int) -> None:
-        """Once for each version: of a large fleet the others come together."""
-        record = self.core.of_session(session)
-        if record is None or not self.core.routable(record):
-            return
-        stays = self.core.kept_at(record) is not None
-        for (model, kept), versions in self._routed.items():
-            if model == record.state.model and record.state.applied not in versions and (kept or not stays):
-                self._publish_routes(model, kept=kept)
-
-    def _publish_routes(self, model: ModelName, *, kept: bool) -> None:
-        topic = self._routes[model, kept]
-        new = views.routes(self.core, model, topic.value.revision + 1, kept=kept)
-        if list(new.routes) != list(topic.value.routes) or list(new.served) != list(topic.value.served):
-            topic.set(new)
-        self._routed[model, kept] = frozenset(version_from_proto(r.applied) for r in new.routes)
-
-    def _publish_update(self, update: UpdateTransaction) -> None:
-        state = views.update_state(update, self.clock_shift)
-        topic = self._updates.get(update.update_id)
-        if topic is None:
-            self._updates[update.update_id] = Latest(state)
-        elif topic.value != state:
-            topic.set(state)
-        for gone in self._updates.keys() - self.core.updates.keys():
-            del self._updates[gone]
 
     def _publish_view(self) -> None:
         view = self._view()
@@ -392,10 +286,7 @@ class Hub:
     ) -> AsyncIterator[fleet_pb2.WatchRoutesResponse]:
         self.check_run(run_id)
         async with self._lock:  # INV-9: between two events all that the core knows is in the ledger
-            topic = self._routes.get((model, kept))
-            if topic is None:
-                topic = self._routes[model, kept] = Latest(views.routes(self.core, model, 0, kept=kept))
-                self._publish_routes(model, kept=kept)
+            topic = self._topics.routes(model, kept=kept)
         async for routes in topic.watch():
             yield routes
 
@@ -408,7 +299,7 @@ class Hub:
 
     def watch_update(self, run_id: RunId, update_id: UpdateId) -> AsyncIterator[fleet_pb2.UpdateState]:
         self.check_run(run_id)
-        topic = self._updates.get(update_id)
+        topic = self._topics.update(update_id)
         if topic is None:
             raise UnknownUpdate(update_id=update_id)
         return topic.watch()

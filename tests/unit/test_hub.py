@@ -50,7 +50,7 @@ async def hub() -> AsyncIterator[Hub]:
 
 def shown(hub: Hub) -> tuple[int, list[int]]:
     """Phase, and each engine's stage, as somebody is told who asks now."""
-    state = hub._updates[UpdateId("u1")].value
+    state = hub._topics._updates[UpdateId("u1")].value
     return state.phase, [e.stage for e in state.engines]
 
 
@@ -88,7 +88,7 @@ async def test_a_report_that_moves_no_phase_is_told_with_the_next_view(hub: Hub)
 
 def routed(hub: Hub) -> list[str]:
     """Whom somebody is told of who asked before."""
-    topic = hub._routes[POLICY, False]
+    topic = hub._topics._routes[POLICY, False]
     return [r.engine.engine_id for r in topic.value.routes]
 
 
@@ -111,7 +111,7 @@ async def test_the_first_engine_that_takes_requests_is_told_at_once_and_the_othe
     f.report(engines["e0"], "e0")
     await f.by(hub)
     assert routed(hub) == ["e1"], "with what comes close to it"
-    hub._publish_changes()
+    hub._topics.publish()
     assert routed(hub) == ["e0", "e1"]
 
 
