@@ -84,7 +84,7 @@ def test_bytes_of_any_writer_stay_where_they_came() -> None:
     ],
     ids=["small", "of a device", "two buffers", "last behind it", "many records", "open", "commit"],
 )
-def test_a_frame_without_payload_is_protobufs_own(request_: Request) -> None:
+def test_a_frame_that_is_no_bulk_frame_is_protobufs_own(request_: Request) -> None:
     assert decoded(encoded(request_)) == request_
 
 
