@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controlplane.core import fleet_engines, fleet_updates
+from controlplane.core import fleet_begins, fleet_engines, fleet_updates
 from controlplane.core.engine_core import EngineCore
 from controlplane.core.fleet import FleetCore
 from controlplane.core.update_transaction import UpdateTransaction
@@ -144,7 +144,7 @@ def test_a_planted_fault_is_caught_by_a_scenario(
 
 
 def test_a_joiner_that_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_updates, "MISSES_BEFORE_AWAITED", 10**6)
+    monkeypatch.setattr(fleet_begins, "MISSES_BEFORE_AWAITED", 10**6)
     _, violation = run_scenario("a_joiner_slower_than_the_steps_is_waited_for", 0, SimSettings())
     assert violation is not None
     assert violation.invariant == "liveness"

@@ -63,6 +63,9 @@ def trainers() -> list[operator_pb2.TrainerView]:
         operator_pb2.TrainerView(
             trainer_id="trainer-1", model="policy", term=1, rank_count=2, lease_expire_time=at(-60)
         ),
+        operator_pb2.TrainerView(
+            trainer_id="trainer-2", model="policy", term=1, rank_count=2, lease_expire_time=at(-60), left=True
+        ),
     ]
 
 
