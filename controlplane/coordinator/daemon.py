@@ -136,18 +136,16 @@ async def _run(settings: CoordinatorSettings, stop: asyncio.Event) -> int:
         try:
             hub, server = await _start(settings, started)
         except LedgerError as error:
-            return _failed("ledger_failed", error, ExitCode.LEDGER)
+            log.error("ledger_failed", cause=str(error))
+            return ExitCode.LEDGER
         except ConfigError as error:
-            return _failed("config_refused", error, ExitCode.CONFIG)
+            log.error("config_refused", cause=str(error))
+            return ExitCode.CONFIG
         except OSError as error:
-            return _failed("port_unavailable", error, ExitCode.PORT_IN_USE)
+            log.error("port_unavailable", cause=str(error))
+            return ExitCode.PORT_IN_USE
         code = await _serve(settings, hub, server, stop)
     log.info("coordinator_stopped")
-    return code
-
-
-def _failed(event: str, error: Exception, code: ExitCode) -> ExitCode:
-    log.error(event, cause=str(error))
     return code
 
 
