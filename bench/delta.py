@@ -15,17 +15,25 @@ import argparse
 import asyncio
 import itertools
 import json
+import logging
+import os
 import statistics
-from contextlib import AbstractContextManager
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
-from bench.real.fleet import RUN, RealFleet, quiet, real_fleet
 from controlplane.cli.ask import get_fleet
 from controlplane.cli.demo.settings import default_cache_dir
+from controlplane.cli.ending import CommandFailed
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from trainer_agent.demo.models import smollm2
@@ -33,6 +41,8 @@ from trainer_agent.rank import PushReport, TrainerRank
 from trainer_agent.source import ParamMeta
 from trainer_agent.sources.iterable import IterableSource
 
+RUN = "bench-delta"
+START_SECONDS = 300.0
 SEQUENCES, LENGTH = 4, 128
 ADVANTAGES = (1.0, -1.0, 0.5, -0.5)
 PROMPT_TOKENS, NEW_TOKENS = 24, 32
@@ -129,12 +139,58 @@ def words(address: str, report: PushReport, tokens: list[int]) -> Words:
     return asyncio.run(ask())
 
 
-# ---- measuring ----------------------------------------------------------------------------------
+# ---- the fleet ----------------------------------------------------------------------------------
 
 
-def fleet(model: Path) -> AbstractContextManager[RealFleet]:
-    """One engine that keeps what it holds, with bytes in the stream."""
-    return real_fleet(model, transport="inline", deltas=True)
+@contextmanager
+def fleet(model: Path, directory: Path) -> Iterator[str]:
+    """A coordinator and an engine agent as processes of their own. Their address."""
+    address_file = directory / "address"
+    common = {"run_id": RUN, "state_dir": str(directory)}
+    coordinator = {"listen": "127.0.0.1:0", "address_file": str(address_file), "transport": "inline", **common}
+    processes = [_start(directory, "coordinator", coordinator)]
+    try:
+        _wait(address_file.exists, 30.0)
+        address = address_file.read_text()
+        vllm = {"model": str(model), "dtype": "bfloat16", "max_model_len": 512, "max_num_seqs": 4}
+        engine = {"engine_id": "engine-0", "coordinator": address, "deltas": True, **common, "vllm": vllm}
+        processes.append(_start(directory, "engine", engine))
+        _wait(lambda: _started(address), START_SECONDS)
+        yield address
+    finally:
+        for process in reversed(processes):
+            process.terminate()
+            process.wait(60)
+
+
+def _started(address: str) -> bool:
+    with suppress(CommandFailed):
+        return len(asyncio.run(get_fleet(address, 10.0)).engines) == 1
+    return False
+
+
+def _start(directory: Path, command: str, config: dict[str, Any]) -> subprocess.Popen[bytes]:
+    file = directory / f"{command}.toml"
+    tables = {k: v for k, v in config.items() if isinstance(v, dict)}
+    lines = [f"{k} = {json.dumps(v)}" for k, v in config.items() if k not in tables]
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
+    file.write_text("\n".join(lines) + "\n")
+    with (directory / f"{command}.log").open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "controlplane.cli.main", command, "--config", str(file)],
+            stdout=log,
+            stderr=log,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"},
+        )
+
+
+def _wait(check: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not check():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"the fleet did not start within {seconds} s")
+        time.sleep(0.5)
 
 
 def measure_rate(address: str, model: Path, rate: float, steps: int, warm_up: int) -> dict[str, Any]:
@@ -163,11 +219,12 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--cache", type=Path, default=None, help="where the model is kept")
     given = parser.parse_args()
-    quiet()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    torch.set_num_threads(1)
     model = smollm2((given.cache or default_cache_dir()).absolute())
-    with fleet(model) as found:
+    with tempfile.TemporaryDirectory() as directory, fleet(model, Path(directory)) as address:
         for rate in given.rates:
-            print(json.dumps(measure_rate(found.address, model, rate, given.steps, given.warm_up)), flush=True)
+            print(json.dumps(measure_rate(address, model, rate, given.steps, given.warm_up)), flush=True)
 
 
 if __name__ == "__main__":

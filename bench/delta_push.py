@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from bench.delta import fleet, measure_rate
@@ -20,9 +22,9 @@ def measure(quick: bool) -> list[Row]:
         return not_quick("deltas", engines=1)
     quiet()
     model, found = model_directory(), []
-    with fleet(model) as started:
+    with tempfile.TemporaryDirectory() as directory, fleet(model, Path(directory)) as address:
         for rate in RATES:
-            told = measure_rate(started.address, model, rate, steps=STEPS, warm_up=WARM_UP)
+            told = measure_rate(address, model, rate, steps=STEPS, warm_up=WARM_UP)
             found += [_bytes(told), _seconds(told)]
     return found
 

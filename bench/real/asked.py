@@ -5,37 +5,24 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import ExitStack, suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from bench.processes import ENVIRONMENT, STOP_SECONDS
+from bench.real.fleet import END_SECONDS, ENVIRONMENT
 
 
 class Asked:
     """`python -m MODULE ARGUMENTS`, ended with the block."""
 
-    def __init__(self, module: str, *arguments: str, core: str | None = None, log: Path | None = None) -> None:
-        """`core`: it stays on these, as taskset names them. `log`: of its standard error."""
+    def __init__(self, module: str, *arguments: str) -> None:
         self._module = module
-        self._log = log
-        command = [*(["taskset", "-c", core] if core is not None else []), sys.executable, "-m", module, *arguments]
-        with ExitStack() as stack:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=None if log is None else stack.enter_context(log.open("wb")),
-                text=True,
-                env=os.environ | ENVIRONMENT,
-            )
-
-    def check(self) -> None:
-        """Raises SystemExit: it ended."""
-        if self._process.poll() is not None:
-            last = "" if self._log is None else self._log.read_text(errors="replace")[-4000:]
-            raise SystemExit(f"{self._module} ended with {self._process.returncode}:\n{last}")
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **ENVIRONMENT},
+        )
 
     def ask(self, word: str) -> str:
         """The answer. Raises SystemExit: the process ended."""
@@ -55,7 +42,8 @@ class Asked:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(STOP_SECONDS)
-        self._process.kill()
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)
+        finally:
+            self._process.kill()
+            self._process.wait()

@@ -7,11 +7,12 @@ a segment of shared memory, as they do for a push; the worker's check and instal
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,12 @@ import requests
 import torch
 from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
 
-from bench.processes import ENVIRONMENT, STOP_SECONDS
-from bench.real.fleet import START_SECONDS
+from bench.real.fleet import ENVIRONMENT, START_SECONDS, ended
 from bench.real.weights import Tensors
 from controlplane.core.layout import Layout
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
 from engine_agent.lineage import agent_identity
 from engine_agent.vllm.install import told_at_check, told_at_init
-from tests.support.ports import free_port
 from trainer_agent.chunking import plan_segment
 from trainer_agent.rank.exporter import layout_of
 from trainer_agent.segments import SegmentPool
@@ -99,13 +98,15 @@ class HttpPushes:
 
 @contextmanager
 def http_pushes(model: Path, source: IterableSource, log: Path) -> Iterator[HttpPushes]:
-    port = free_port()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     with log.open("wb") as sink:
         process = subprocess.Popen(
             [*command, "--host", "127.0.0.1", "--port", str(port), *FLAGS], env=_environment(), stdout=sink, stderr=sink
         )
-    with _ended(process):
+    with ended(process):
         url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + START_SECONDS
         while not _healthy(url):
             if process.poll() is not None or time.monotonic() > deadline:
@@ -116,18 +117,6 @@ def http_pushes(model: Path, source: IterableSource, log: Path) -> Iterator[Http
             yield pushes
         finally:
             pushes.close()
-
-
-@contextmanager
-def _ended(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        process.terminate()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_SECONDS)
-        process.kill()
-        process.wait()
 
 
 def _healthy(url: str) -> bool:

@@ -16,8 +16,7 @@ from typing import Any
 import ray
 import torch
 
-from bench.processes import ENVIRONMENT
-from bench.real.fleet import VLLM
+from bench.real.fleet import ENVIRONMENT, VLLM
 from bench.real.weights import Tensors
 
 STORE_BYTES = 1 << 30
