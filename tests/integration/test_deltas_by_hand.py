@@ -209,7 +209,7 @@ async def test_indexes_that_leave_their_tensor_are_refused(fleet: LocalFleet) ->
 
 
 async def test_an_engine_whose_agent_keeps_nothing_takes_no_delta(tmp_path: Path) -> None:
-    async with checkpoint_fleet(tmp_path, 1) as fleet:
+    async with checkpoint_fleet(tmp_path, 1, keep_staging=False) as fleet:
         old, base = await held(fleet)
         assert staged_files() == []
         begun = await fleet.begin()
