@@ -3,7 +3,8 @@
 The loop of examples/async_grpo.py in small: SmolLM2-135M learns (AdamW on float32 weights, by transformers, 4 passages
 of 128 tokens a step) while one real vLLM engine answers requests all the time; after each step its weights are pushed
 with `push_async`, and training goes on while the engine installs. Windows with pushes and windows without come in
-turn, with equal steps in them. Both sides share this machine's cores in either window.
+turn, with equal steps in them. The engine has one core, and all else, learner and agents, the other: an engine and a
+trainer have devices of their own, and neither computes less because the other does.
 
 The pause is the engine's own account of how long it stood still, canary included; the export is the trainer's time in
 `push_async`. Their shares are of the windows with pushes.
@@ -11,10 +12,12 @@ The pause is the engine's own account of how long it stood still, canary include
 
 from __future__ import annotations
 
+import os
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +48,17 @@ class Window:
 
     seconds: float
     tokens: int
-    paused: float = 0.0
     exported: float = 0.0
+    parts: list[dict[str, float]] = field(default_factory=list)
+    """Of each pause, in seconds."""
 
     @property
     def speed(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def paused(self) -> float:
+        return sum(sum(parts.values()) for parts in self.parts)
 
 
 class Learner:
@@ -89,22 +97,22 @@ class Loop:
         for _ in range(steps):
             self._learner.learn()
             if pushes:
-                found.paused += self._paused(pending)
+                found.parts += self._parts(pending)
                 self._step += 1
                 started = time.perf_counter()
                 pending = self._rank.push_async(self._step)
                 found.exported += time.perf_counter() - started
-        found.paused += self._paused(pending)
+        found.parts += self._parts(pending)
         found.seconds, found.tokens = time.perf_counter() - began, self._rollouts.tokens() - before
         return found
 
-    def _paused(self, pending: PendingPush | None) -> float:
+    def _parts(self, pending: PendingPush | None) -> list[dict[str, float]]:
         """What its update took of the engine."""
         if pending is None:
-            return 0.0
+            return []
         pending.applied()
         (status,) = self._fleet.statuses().values()
-        return float(sum(getattr(status.update.timings, part).ToNanoseconds() for part in PARTS)) / 1e9
+        return [{part: getattr(status.update.timings, part).ToNanoseconds() / 1e9 for part in PARTS}]
 
 
 def measure(quick: bool) -> list[Row]:
@@ -113,7 +121,9 @@ def measure(quick: bool) -> list[Row]:
     quiet()
     model = model_directory()
     with ExitStack() as stack:
-        fleet = stack.enter_context(real_fleet(model, vllm={"max_num_seqs": CONCURRENT}))
+        trains, serves = sorted(os.sched_getaffinity(0))[:2]
+        fleet = stack.enter_context(real_fleet(model, cores=[str(serves)], vllm={"max_num_seqs": CONCURRENT}))
+        os.sched_setaffinity(0, {trains})
         learner = Learner(model)
         rank = stack.enter_context(TrainerRank.join(fleet.address, source=learner.source(), run_id=RUN))
         rank.push(0, wait="serving")
@@ -130,6 +140,8 @@ def measure(quick: bool) -> list[Row]:
 def rows(on: list[Window], off: list[Window]) -> list[Row]:
     ratio = spread([a.speed / b.speed for a, b in zip(on, off, strict=True)]).median
     pause, export = _share(on, lambda w: w.paused), _share(on, lambda w: w.exported)
+    each = [parts for window in on for parts in window.parts]
+    shown = ", ".join(f"{part} {statistics.median(p[part] for p in each) * 1000:.0f} ms" for part in PARTS)
     speeds = {"ours": [w.speed for w in on], "other": [w.speed for w in off]}
     step = spread([w.seconds for w in off]).median
     return [
@@ -142,7 +154,7 @@ def rows(on: list[Window], off: list[Window]) -> list[Row]:
             ratio=ratio,
             goal="",
             met=None,
-            note="the export and the checksums compete with rollouts and training for the same two cores",
+            note="the engine has one core, learner and agents the other; a pause, in the median: " + shown,
             samples=speeds,
         ),
         _share_row("pause", "of the time that the engine stood still for updates, canary included", pause, step, GOAL),
