@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from controlplane.core.canary import Canary
+from engine_agent.vllm.scheduler import CANARY
 
 PROMPT_TOKENS = 16
 DECODED_TOKENS = 2
@@ -59,7 +60,7 @@ async def speak(
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-    name = f"weightplane-canary-{next(_numbers)}"
+    name = f"{CANARY}{next(_numbers)}"
     names = [f"{name}-{core}" for core in range(cores)]
     replies = [
         await llm.add_request(

@@ -131,6 +131,7 @@ def engine_arguments(settings: VllmSettings, *, gpu: bool, nodes: Nodes | None =
         "skip_tokenizer_init": not settings.load_tokenizer,  # tokens in, tokens out
         "logprobs_mode": "processed_logprobs",  # what was sampled from, which is what a policy gradient needs
         "scheduling_policy": "priority",  # lets the canary go before kept requests; equal priorities are first come
+        "scheduler_cls": "engine_agent.vllm.scheduler.canary_alone",
         "weight_transfer_config": {"backend": "weightplane"},
         "worker_extension_cls": "engine_agent.vllm.worker.WorkerExtension",
     }
