@@ -15,6 +15,7 @@ import json
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -123,7 +124,7 @@ class Memory:
             if remembered == self._saved and self._owed is None:
                 return
             self._owed = remembered
-            self._try_to_settle()
+            self._try(self.settle)
 
     def put_off(self, remembered: Remembered) -> bool:
         """Whether only the number grew, and nothing is owed: then `write_number` is to be called in a thread, and the
@@ -154,13 +155,17 @@ class Memory:
     def settle_soon(self) -> None:
         """Now and then, while something is owed."""
         if (self._owed is not None or self._owed_lent is not None) and time.monotonic() >= self._retry_at:
-            self._try_to_settle()
+            self._try(self._settle_all)
 
-    def _try_to_settle(self) -> None:
+    def _settle_all(self) -> None:
+        """Loans are the loop's own: the thread that writes a number never comes here."""
+        self.settle()
+        if self._owed_lent is not None:
+            self.note_lent(*self._owed_lent)
+
+    def _try(self, work: Callable[[], None]) -> None:
         try:
-            self.settle()
-            if self._owed_lent is not None:
-                self.note_lent(*self._owed_lent)
+            work()
         except LedgerError as error:
             self._retry_at = time.monotonic() + RETRY_SECONDS
             log.error("memory_is_owed", cause=str(error))
@@ -204,7 +209,7 @@ class Memory:
     def narrow_lent(self, lent: Lent | None) -> None:
         """Fewer have them than was noted, which was decided already, so nothing is raised: it may be owed."""
         self._owed_lent = (lent,)
-        self._try_to_settle()
+        self._try(self._settle_all)
 
     def _write_lent(self, lent: Lent | None) -> None:
         if lent is not None:
