@@ -19,7 +19,8 @@ from controlplane import tracing
 from controlplane.coordinator.hub import Hub
 from controlplane.coordinator.spans import trace_carry
 from controlplane.core.errors import DeadlineExceeded, NotWelcomed, PeerLost, UpdateAborted, WeightplaneError
-from controlplane.core.fleet_events import Carry, CarryEnded
+from controlplane.core.fleet_effects import Carry
+from controlplane.core.fleet_events import CarryEnded
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.codec import engine_ref, version_to_proto
 from controlplane.rpc.errors import from_rpc_error

@@ -27,21 +27,23 @@ from controlplane.coordinator.token_lags import TokenLags
 from controlplane.coordinator.topics import Topics
 from controlplane.core.errors import LedgerError, UnknownUpdate, WrongRun
 from controlplane.core.fleet import FleetCore
-from controlplane.core.fleet_events import (
+from controlplane.core.fleet_effects import (
     BroadcastState,
     Carry,
     CloseSession,
     Effect,
-    EngineReported,
-    Event,
-    Paused,
     Save,
     StartCarry,
-    Tick,
     UpdateChanged,
     UpdatePlanned,
     ViewChanged,
     Welcome,
+)
+from controlplane.core.fleet_events import (
+    EngineReported,
+    Event,
+    Paused,
+    Tick,
 )
 from controlplane.core.fleet_preview import Preview, preview
 from controlplane.core.fleet_records import UpdateDecided

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from controlplane import tracing
 from controlplane.core.errors import WeightplaneError
-from controlplane.core.fleet_events import Carry
+from controlplane.core.fleet_effects import Carry
 from controlplane.core.traces import SEND, UPDATE, SpanEvent, SpanRecord, SpanRef, Value, update_span
 from controlplane.core.update_outcomes import Outcome
 from controlplane.core.update_transaction import Phase, UpdateTransaction

@@ -22,13 +22,17 @@ from controlplane.core import (
     fleet_updates,
 )
 from controlplane.core.fleet_book import Book, FleetSettings
+from controlplane.core.fleet_effects import (
+    BroadcastState,
+    Effect,
+    Save,
+    ViewChanged,
+)
 from controlplane.core.fleet_events import (
     AbortRequested,
-    BroadcastState,
     CarryEnded,
     CheckpointPublished,
     CheckpointRetired,
-    Effect,
     EngineConnected,
     EngineReported,
     Event,
@@ -37,13 +41,11 @@ from controlplane.core.fleet_events import (
     Paused,
     ReleaseRequested,
     RollbackRequested,
-    Save,
     SessionEnded,
     Tick,
     TrainerConnected,
     TrainerReported,
     UpdateRequested,
-    ViewChanged,
 )
 from controlplane.core.fleet_records import Recovered
 

@@ -9,17 +9,16 @@ from dataclasses import replace
 
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
-from controlplane.core.fleet_events import (
+from controlplane.core.fleet_effects import (
     Carry,
     Effect,
-    RollbackRequested,
     Save,
     StartCarry,
     UpdateChanged,
     UpdatePlanned,
-    UpdateRequested,
     ViewChanged,
 )
+from controlplane.core.fleet_events import RollbackRequested, UpdateRequested
 from controlplane.core.fleet_plans import Asked, check_formats, plan_of, policy_of, taking_part
 from controlplane.core.fleet_records import EngineAsked, RequestKnown, UpdateBegan
 from controlplane.core.plan import Plan

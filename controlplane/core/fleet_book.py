@@ -12,7 +12,7 @@ from controlplane.core import errors as e
 from controlplane.core.canary import Range
 from controlplane.core.conditions import dated, fleet_conditions
 from controlplane.core.engine_state import Held
-from controlplane.core.fleet_events import Carry
+from controlplane.core.fleet_effects import Carry
 from controlplane.core.fleet_records import (
     REQUEST_ID_SECONDS,
     EngineKept,

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from controlplane.core import errors as e
 from controlplane.core.engine_state import Activity
 from controlplane.core.fleet_book import Book, CarryTries
-from controlplane.core.fleet_events import (
+from controlplane.core.fleet_effects import (
     Carry,
-    CarryEnded,
-    CheckpointPublished,
-    CheckpointRetired,
     Effect,
     Save,
     StartCarry,
     ViewChanged,
 )
+from controlplane.core.fleet_events import CarryEnded, CheckpointPublished, CheckpointRetired
 from controlplane.core.fleet_records import CheckpointGone, CheckpointKept, EngineKept, EngineRecord, ModelRecord
 from controlplane.core.fleet_updates import advance
 from controlplane.core.update_transaction import Phase

@@ -11,7 +11,7 @@ from controlplane.core import errors as e
 from controlplane.core.canary import Canary, Range, Verification, judge
 from controlplane.core.engine_state import EngineState, Held
 from controlplane.core.fleet_book import Alike, Book, CarryTries, Doubt
-from controlplane.core.fleet_events import BroadcastState, Effect
+from controlplane.core.fleet_effects import BroadcastState, Effect
 from controlplane.core.fleet_records import EngineRecord
 from controlplane.core.versions import EngineId, ModelName, WeightVersion
 

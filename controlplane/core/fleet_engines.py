@@ -7,16 +7,15 @@ from controlplane.core.engine_state import EngineState, Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_catch_up import catch_up, forget_carry
 from controlplane.core.fleet_doubts import judge_all, to_be_judged
-from controlplane.core.fleet_events import (
+from controlplane.core.fleet_effects import (
     BroadcastState,
     CloseSession,
     Effect,
-    EngineConnected,
-    EngineReported,
     Save,
     ViewChanged,
     Welcome,
 )
+from controlplane.core.fleet_events import EngineConnected, EngineReported
 from controlplane.core.fleet_records import EngineForgotten, EngineKnown, EngineRecord, FrozenServed
 from controlplane.core.fleet_recovery import note_engine
 from controlplane.core.fleet_updates import advance

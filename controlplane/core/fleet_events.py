@@ -1,4 +1,4 @@
-"""What happens to a coordinator, and what its core answers: the events and effects of `FleetCore`."""
+"""What happens to a coordinator: the events of `FleetCore`."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held, Refusal
-from controlplane.core.fleet_records import CheckpointKept, Record
+from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.plan import HOST_MEMORY, EnginePlace, Load, RankPlace, Transport
-from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import (
     EngineId,
     Incarnation,
@@ -17,10 +16,7 @@ from controlplane.core.versions import (
     Term,
     TrainerId,
     UpdateId,
-    WeightVersion,
 )
-
-# ---- events -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,68 +205,3 @@ Event = (
     | Paused
     | Tick
 )
-
-# ---- effects ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Save:
-    """Write to the ledger, durably, before any later effect."""
-
-    record: Record
-
-
-@dataclass(frozen=True, slots=True)
-class Welcome:
-    session: int
-    trainer_term: Term
-
-
-@dataclass(frozen=True, slots=True)
-class CloseSession:
-    """End a session with this error; its agent lives elsewhere or was fenced."""
-
-    session: int
-    error: e.WeightplaneError
-
-
-@dataclass(frozen=True, slots=True)
-class BroadcastState:
-    """Terms or served sets changed: every session gets the fleet's state."""
-
-
-@dataclass(frozen=True, slots=True)
-class UpdatePlanned:
-    """The answer to UpdateRequested."""
-
-    update: UpdateTransaction
-
-
-@dataclass(frozen=True, slots=True)
-class UpdateChanged:
-    update_id: UpdateId
-
-
-@dataclass(frozen=True, slots=True)
-class Carry:
-    """The coordinator brings one version to one engine, from a checkpoint, under its own term."""
-
-    update_id: UpdateId
-    engine: EnginePlace
-    version: WeightVersion
-    checkpoint: CheckpointKept
-    waits_for_go: bool
-    """It belongs to an update of the fleet, and commits when that goes; else as soon as the engine is ready."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartCarry:
-    carry: Carry
-
-
-@dataclass(frozen=True, slots=True)
-class ViewChanged:
-    """Something that people or clients see changed."""
-
-
-Effect = Save | Welcome | CloseSession | BroadcastState | UpdatePlanned | UpdateChanged | StartCarry | ViewChanged

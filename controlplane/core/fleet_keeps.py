@@ -12,7 +12,13 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Held
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_catch_up import CHECKPOINT, catch_up
-from controlplane.core.fleet_events import BroadcastState, Effect, KeepRequested, ReleaseRequested, Save, ViewChanged
+from controlplane.core.fleet_effects import (
+    BroadcastState,
+    Effect,
+    Save,
+    ViewChanged,
+)
+from controlplane.core.fleet_events import KeepRequested, ReleaseRequested
 from controlplane.core.fleet_records import EngineKept, EngineRecord, EngineReleased
 from controlplane.core.versions import ModelName, WeightVersion
 

@@ -9,16 +9,15 @@ from collections.abc import Iterator
 
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
-from controlplane.core.fleet_events import (
+from controlplane.core.fleet_effects import (
     BroadcastState,
     CloseSession,
     Effect,
     Save,
-    TrainerConnected,
-    TrainerReported,
     ViewChanged,
     Welcome,
 )
+from controlplane.core.fleet_events import TrainerConnected, TrainerReported
 from controlplane.core.fleet_records import EngineRecord, ModelRecord, TermGiven, TrainerRecord
 from controlplane.core.fleet_recovery import check_trainer
 from controlplane.core.fleet_updates import finish

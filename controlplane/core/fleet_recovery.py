@@ -9,16 +9,14 @@ from __future__ import annotations
 from controlplane.core import errors as e
 from controlplane.core.fleet_begins import restored
 from controlplane.core.fleet_book import Book
-from controlplane.core.fleet_events import (
+from controlplane.core.fleet_effects import (
     BroadcastState,
     CloseSession,
     Effect,
-    EngineConnected,
-    LedgerAccepted,
     Save,
-    TrainerConnected,
     ViewChanged,
 )
+from controlplane.core.fleet_events import EngineConnected, LedgerAccepted, TrainerConnected
 from controlplane.core.fleet_records import FloorRaised, Recovered, TermGiven, TrainerRecord
 from controlplane.core.versions import NO_TERM, Term
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 from controlplane.core import errors as e
 from controlplane.core.fleet_book import Book
 from controlplane.core.fleet_doubts import judge_all
-from controlplane.core.fleet_events import (
-    AbortRequested,
+from controlplane.core.fleet_effects import (
     BroadcastState,
     Effect,
     Save,
     UpdateChanged,
     ViewChanged,
 )
+from controlplane.core.fleet_events import AbortRequested
 from controlplane.core.fleet_records import ModelRecord, UpdateDecided, UpdateRolled, UpdateWentGo
 from controlplane.core.lag import FleetCommit
 from controlplane.core.plan import Apply

@@ -10,6 +10,7 @@ from functools import partial
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, UpdateId
@@ -31,12 +32,12 @@ class Carrier:
     def forget(self) -> None:
         self._under_way.clear()
 
-    def start(self, carry: fe.Carry) -> None:
+    def start(self, carry: fx.Carry) -> None:
         carriage = Carriage(self, carry)
         self._under_way[(carry.update_id, carry.engine.engine_id)] = carriage
         self.coordinator.after(0.0, carriage.begin)
 
-    def over(self, carry: fe.Carry, error: e.WeightplaneError | None) -> None:
+    def over(self, carry: fx.Carry, error: e.WeightplaneError | None) -> None:
         del self._under_way[(carry.update_id, carry.engine.engine_id)]
         self.coordinator.handle(fe.CarryEnded(carry.update_id, carry.engine.engine_id, error))
 
@@ -49,7 +50,7 @@ class Carrier:
 class Carriage:
     """One carry."""
 
-    def __init__(self, carrier: Carrier, carry: fe.Carry) -> None:
+    def __init__(self, carrier: Carrier, carry: fx.Carry) -> None:
         self._carrier = carrier
         self._coordinator = carrier.coordinator
         self._around = self._coordinator.around

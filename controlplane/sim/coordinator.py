@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.fleet import FleetSettings
 from controlplane.core.plan import Plan
@@ -85,7 +86,7 @@ class Coordinator(Sessions):
 
     # ---- events ----
 
-    def handle(self, event: fe.Event) -> list[fe.Effect]:
+    def handle(self, event: fe.Event) -> list[fx.Effect]:
         """Decide and carry out. Raises the core's refusals."""
         self._notice_own_pause()
         try:
@@ -97,7 +98,7 @@ class Coordinator(Sessions):
         self._all_carried_out(event, effects)
         return effects
 
-    def _all_carried_out(self, event: fe.Event, effects: list[fe.Effect]) -> None:
+    def _all_carried_out(self, event: fe.Event, effects: list[fx.Effect]) -> None:
         """A ledger that cannot write ends the coordinator: it never tells of what is not written."""
         self.around.witness.fleet(self, event, effects)
         try:
@@ -116,22 +117,22 @@ class Coordinator(Sessions):
             self.core.handle(fe.Paused(gap), self.kernel.now)
             self.around.witness.coordinator_paused(gap)
 
-    def _carry_out(self, effect: fe.Effect) -> None:
+    def _carry_out(self, effect: fx.Effect) -> None:
         match effect:
-            case fe.Save(record):
+            case fx.Save(record):
                 self.ledger.save(record)
                 self.around.witness.saved(self, record)
                 self.around.faults.point(self, "coordinator.after_save")
-            case fe.Welcome(session, term):
+            case fx.Welcome(session, term):
                 self.welcome(session, term)
-            case fe.CloseSession(session, error):
+            case fx.CloseSession(session, error):
                 self.close(session, error)
-            case fe.BroadcastState():
+            case fx.BroadcastState():
                 self.broadcast()
-            case fe.UpdateChanged(update_id):
+            case fx.UpdateChanged(update_id):
                 self._tell_watches(update_id)
                 self.carrier.update_changed(update_id)
-            case fe.StartCarry(carry):
+            case fx.StartCarry(carry):
                 self.around.witness.carries(self, carry)
                 self.carrier.start(carry)
             case _:
@@ -162,14 +163,14 @@ class Coordinator(Sessions):
         effects = self.call(stream, request)
         if effects is None:
             return
-        update = next(x.update for x in effects if isinstance(x, fe.UpdatePlanned))
+        update = next(x.update for x in effects if isinstance(x, fx.UpdatePlanned))
         self.around.witness.told_plan(self, request.request_id, update)
         if isinstance(request, fe.UpdateRequested):
             self.around.witness.told_ways(update.plan, request.avoid)
         begun = Begun(update.update_id, update.version, update.plan)
         stream.to_client(lambda: answer(begun))
 
-    def call(self, stream: Stream, event: fe.Event) -> list[fe.Effect] | None:
+    def call(self, stream: Stream, event: fe.Event) -> list[fx.Effect] | None:
         """Decide a caller's event. None: it was refused, and the caller hears why."""
         try:
             return self.handle(event)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import EngineState
 from controlplane.core.fleet import FleetCore
@@ -42,7 +43,7 @@ class Sessions(Process):
         self._next_session = 0
 
     @abstractmethod
-    def handle(self, event: fe.Event) -> list[fe.Effect]:
+    def handle(self, event: fe.Event) -> list[fx.Effect]:
         """Decide and carry out. Raises the core's refusals."""
 
     def hello(self, session: Session, event: Callable[[int], fe.Event]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.canary import AT_LEAST
 from controlplane.core.engine_state import EngineState, HoldKind, Residency, Stage
@@ -23,7 +24,7 @@ IN_THE_WEIGHTS = (Stage.INSTALLING, Stage.APPLIED, Stage.FAILED)
 class FleetWitness(RecordWitness):
     """Nothing in a `FleetCore` is asked whether it is right; what it knows is compared with what was delivered."""
 
-    def fleet(self, coordinator: Watched, event: fe.Event, effects: list[fe.Effect]) -> None:
+    def fleet(self, coordinator: Watched, event: fe.Event, effects: list[fx.Effect]) -> None:
         """The coordinator decided `event`; nothing was told yet."""
         self.coverage.fleet_events[type(event).__name__] += 1
         core = coordinator.core
@@ -44,7 +45,7 @@ class FleetWitness(RecordWitness):
             case _:
                 pass
         for effect in effects:
-            if isinstance(effect, fe.Save):
+            if isinstance(effect, fx.Save):
                 self.check_record_to_write(coordinator, effect.record)
 
     # ---- engines ----
@@ -142,8 +143,8 @@ class FleetWitness(RecordWitness):
 
     # ---- trainers ----
 
-    def _note_trainer(self, event: fe.TrainerConnected, effects: list[fe.Effect]) -> None:
-        if any(isinstance(x, fe.Welcome) for x in effects):
+    def _note_trainer(self, event: fe.TrainerConnected, effects: list[fx.Effect]) -> None:
+        if any(isinstance(x, fx.Welcome) for x in effects):
             before = self.lent.get(event.model)
             same = before is not None and before.incarnation == event.incarnation
             holds = same and before is not None and before.holds
@@ -156,7 +157,7 @@ class FleetWitness(RecordWitness):
         if lent is not None and lent.session == event.session:
             lent.holds, lent.at = event.holds_devices, self._kernel.now
 
-    def carries(self, coordinator: Watched, carry: fe.Carry) -> None:
+    def carries(self, coordinator: Watched, carry: fx.Carry) -> None:
         """It begins now. INV-7: a catch-up brings what is served; devices that are lent are nobody else's."""
         last, model = self.delivered[carry.engine.engine_id], carry.checkpoint.model
         kept, core = coordinator.ledger.kept, coordinator.core

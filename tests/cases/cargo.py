@@ -15,7 +15,7 @@ import grpc
 from controlplane.core.errors import WeightplaneError
 from controlplane.devices import SHARED_MEMORY, host_id
 from controlplane.rpc.errors import from_rpc_error
-from tests.support.local_fleet import LAYOUT, Stream, Weights
+from tests.support.writer import LAYOUT, Stream, Weights
 from weightplane.v1 import layout_pb2, version_pb2, weight_update_pb2
 
 Transport: TypeAlias = weight_update_pb2.Transport.ValueType

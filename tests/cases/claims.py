@@ -8,7 +8,7 @@ from tests.cases.cargo import TRANSPORTS, Transport, transport_name
 from tests.cases.fleet import CaseFleet
 from tests.cases.samples import tokens_of
 from tests.cases.sessions import number_of
-from tests.support.local_fleet import Weights
+from tests.support.writer import Weights
 from weightplane.v1 import fleet_pb2
 
 every_transport = pytest.mark.parametrize("transport", TRANSPORTS, ids=transport_name)

@@ -20,7 +20,8 @@ from tests.cases.cargo import INLINE, Cargo, Delivery, Segments, Transport
 from tests.cases.samples import PROMPT, WITHIN, LiveSample
 from tests.cases.sessions import Notes, Session, Trainer
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, SHAPES, LocalFleet, Weights
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.writer import SHAPES, Weights
 from weightplane.v1 import (
     engine_pb2,
     fleet_pb2,

@@ -9,7 +9,7 @@ from typing import Any
 
 from controlplane.rpc.latest import Latest
 from engine_agent.memory.engine import token_of, weights_of
-from tests.support.local_fleet import LAYOUT, Weights
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import rollout_pb2
 
 PROMPT = (1, 2, 3)

@@ -14,7 +14,7 @@ from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN
 from tests.cases.sessions import number_of
-from tests.support.local_fleet import Weights
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 NOT_BY_HAND = {

@@ -18,9 +18,10 @@ from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import tokens_of
 from tests.cases.sessions import Notes, number_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
 from tests.support.obedient import ObedientRanks
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2, operator_pb2_grpc
 
 

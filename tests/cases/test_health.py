@@ -26,7 +26,8 @@ from tests.cases.cargo import refusals
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.sessions import number_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import RUN, SHAPES, Weights
+from tests.support.local_fleet import RUN
+from tests.support.writer import SHAPES, Weights
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

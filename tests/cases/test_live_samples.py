@@ -15,7 +15,7 @@ from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT, WITHIN, LiveSample, tokens_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import Weights
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2
 
 STREAMS = 16

@@ -16,7 +16,8 @@ from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN, tokens_of
 from tests.cases.sessions import Session, number_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import RUN, Weights
+from tests.support.local_fleet import RUN
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2, version_pb2
 
 

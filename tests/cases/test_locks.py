@@ -18,7 +18,8 @@ from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN
 from tests.cases.sessions import Trainer
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, RUN, Weights
+from tests.support.local_fleet import RUN
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 TTL = 2.0

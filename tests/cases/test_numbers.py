@@ -19,7 +19,7 @@ from tests.cases.cargo import TRANSPORTS, Transport, refusals, transport_name
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT
 from tests.cases.sessions import number_of
-from tests.support import local_fleet
+from tests.support import writer
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import FakeEngine, finish, new_fleet, says, serve_engine, serve_fleet, tokens
 from tests.support.local_fleet import RUN
@@ -82,7 +82,7 @@ async def test_V8_neither_failovers_nor_restarts_nor_lost_updates_bring_a_number
             views = fleet.note_views()
         terms.append((await fleet.new_trainer(f"life-{life}", takeover=True)).term)
         for step in (1, 2):
-            state = await fleet.deliver(local_fleet.Weights(), step=step)
+            state = await fleet.deliver(writer.Weights(), step=step)
             assert (state.phase, state.step) == (fleet_pb2.UPDATE_PHASE_COMMITTED, step)
             numbers.append(state.version.number)
             _, spans, _ = await fleet.generate("e0", 3, min_version=state.version)
@@ -97,7 +97,7 @@ async def test_V8_neither_failovers_nor_restarts_nor_lost_updates_bring_a_number
 async def test_V8_a_coordinator_that_lost_its_ledger_gives_no_number_that_was_given_before(fleet: CaseFleet) -> None:
     """It would begin at 1 again; but engines remember better. A person may accept the loss: then it goes on above."""
     for step in (1, 2, 3):
-        await fleet.deliver(local_fleet.Weights(), step=step)
+        await fleet.deliver(writer.Weights(), step=step)
     await fleet.stop("coordinator")
     shutil.rmtree(fleet.directory / "coordinator")
     await fleet.start_coordinator()
@@ -109,7 +109,7 @@ async def test_V8_a_coordinator_that_lost_its_ledger_gives_no_number_that_was_gi
     await stub.AcceptLedger(operator_pb2.AcceptLedgerRequest(accepted_by="me"), timeout=60)
     await fleet.wait_for_engines(1)  # everybody comes anew
     assert (await fleet.new_trainer("next", takeover=True)).term > 1
-    assert (await fleet.deliver(local_fleet.Weights(), step=1)).version.number == 4
+    assert (await fleet.deliver(writer.Weights(), step=1)).version.number == 4
 
 
 # ---- V11 ----------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ async def test_V11_version_zero_is_a_version_and_the_wire_tells_it_from_unset(
 ) -> None:
     """All of its numbers are zero, as in a message in which nothing was set."""
     begun = await fleet.begin()
-    weights = local_fleet.Weights()
+    weights = writer.Weights()
     attempt = fleet.delivery(begun, "e0", fleet.cargo(weights, transport), version=pin(0))
     await attempt.until_ready()
     assert not (await fleet.status("e0")).HasField("applied")

@@ -11,7 +11,8 @@ import pytest
 from controlplane.core.versions import Term, WeightVersion
 from controlplane.rpc.errors import from_rpc_error
 from tests.support.checkpoint_fleet import Person, open_directly, routable, words_of
-from tests.support.local_fleet import LocalFleet, Stream, Weights, local_fleet
+from tests.support.local_fleet import LocalFleet, local_fleet
+from tests.support.writer import Stream, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 

@@ -25,8 +25,9 @@ from controlplane.rpc.server import start_server
 from engine_agent.daemon.settings import EngineSettings
 from tests.support.certificates import people
 from tests.support.every_rpc import every_rpc
-from tests.support.local_fleet import RUN, LocalFleet, Weights, local_fleet
+from tests.support.local_fleet import RUN, LocalFleet, local_fleet
 from tests.support.ports import free_port
+from tests.support.writer import Weights
 from trainer_agent.agent.settings import TrainerSettings
 from weightplane.v1 import fleet_pb2
 

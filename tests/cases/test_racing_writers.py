@@ -18,7 +18,7 @@ from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN
 from tests.cases.sessions import number_of
-from tests.support.local_fleet import Weights
+from tests.support.writer import Weights
 from weightplane.v1 import fleet_pb2, version_pb2
 
 ROUNDS = 12

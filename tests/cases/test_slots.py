@@ -11,7 +11,7 @@ import pytest
 from tests.cases.cargo import SHARED, refusals
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually
-from tests.support.local_fleet import Weights
+from tests.support.writer import Weights
 from weightplane.v1 import fleet_pb2, operator_pb2, operator_pb2_grpc, weight_update_pb2
 
 A, B = "5f4dcc3b-5aa7-65d6-1d83-27deb882cf99", "7c6a180b-3689-6a0a-8c02-787eeafb0e4c"

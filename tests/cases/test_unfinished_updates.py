@@ -27,7 +27,7 @@ from tests.cases.claims import committed, every_transport, holds_exactly
 from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.sessions import number_of
-from tests.support.local_fleet import LAYOUT, Weights
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 

@@ -31,9 +31,10 @@ from controlplane.rollout.client import RolloutClient
 from controlplane.rpc.errors import from_rpc_error
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT, WITHIN
-from tests.support.local_fleet import LAYOUT, RUN, Weights
+from tests.support.local_fleet import RUN
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import fleet_pb2, rules_pb2, version_pb2
 
 OTHERS = ["another-run", RUN.upper(), f"{RUN} ", f"{RUN}-2"]

@@ -23,9 +23,10 @@ from controlplane.tracing.otlp import OtlpTracer
 from tests.cases.engines import Hands
 from tests.support import checkpoint_fleet as by_checkpoint
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, LocalFleet, Weights, local_fleet
+from tests.support.local_fleet import RUN, LocalFleet, local_fleet
 from tests.support.otlp_collector import Kept, kept_spans
 from tests.support.ports import free_port
+from tests.support.writer import Weights
 from weightplane.v1 import rollout_pb2, rollout_pb2_grpc
 
 CALLER = SpanRef(0xABC, 0xDEF, True)

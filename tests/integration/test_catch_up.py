@@ -21,7 +21,8 @@ from tests.support.checkpoint_fleet import (
     words_of,
 )
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 

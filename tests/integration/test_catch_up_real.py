@@ -27,11 +27,12 @@ from tests.support.checkpoint_fleet import (
     start_engine,
 )
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, LocalFleet, Stream
+from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.reference import Reference
 from tests.support.staging import layout_of
 from tests.support.tiny_engine import read_state, tiny_settings
 from tests.support.tiny_model import make_tiny_model
+from tests.support.writer import Stream
 from weightplane.v1 import fleet_pb2, rollout_pb2, rollout_pb2_grpc, version_pb2, weight_update_pb2
 
 pytestmark = [pytest.mark.real, pytest.mark.timeout(300)]

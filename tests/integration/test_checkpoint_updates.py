@@ -27,7 +27,8 @@ from tests.support.checkpoint_fleet import (
     write,
 )
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
+from tests.support.local_fleet import LocalFleet, local_fleet
+from tests.support.writer import LAYOUT, Stream, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 NAME = "policy-9"

@@ -27,7 +27,8 @@ from tests.support.deltas_by_hand import (
     trained,
     until_ready,
 )
-from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Weights
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
 

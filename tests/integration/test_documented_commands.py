@@ -16,7 +16,8 @@ import pytest
 from tests.support import documents
 from tests.support.documented_commands import ELSEWHERE, PAGES_WITH_A_TEST, RUN, Elsewhere, Run, how, plain
 from tests.support.documents import REPOSITORY, Command, blocks
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import Weights
 
 SECONDS = 240
 """For all of one test: four are usual."""

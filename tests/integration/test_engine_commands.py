@@ -19,7 +19,8 @@ from tests.cases.engines import Hand, lay_hands
 from tests.cases.samples import PROMPT, LiveSample
 from tests.support.checkpoint_fleet import checkpoint_fleet
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, LocalFleet, Weights
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.writer import Weights
 from weightplane.v1 import (
     engine_pb2,
     fleet_pb2,

@@ -16,7 +16,8 @@ from controlplane.rollout.client import RolloutClient
 from tests.integration.test_fleet_commands import weightplane
 from tests.support.checkpoint_fleet import checkpoint_fleet, keep, routable, start_engine, words_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import Weights
 
 OWNER = "ada"
 SECONDS = 60.0

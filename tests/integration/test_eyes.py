@@ -14,10 +14,11 @@ from structlog.contextvars import merge_contextvars
 from structlog.testing import capture_logs
 
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet, Weights, local_fleet
+from tests.support.local_fleet import LocalFleet, local_fleet
 from tests.support.ports import free_port
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2
 
 

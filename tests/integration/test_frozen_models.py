@@ -19,7 +19,8 @@ from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import MemorySettings, initial_tensors, token_of, weights_of
 from tests.support.checkpoint_fleet import Person, open_directly, routable, start_engine
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, SHAPES, LocalFleet
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.writer import SHAPES
 from weightplane.v1 import engine_pb2, fleet_pb2
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import pytest
 
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Weights, local_fleet
+from tests.support.local_fleet import RUN, LocalFleet, local_fleet
+from tests.support.writer import LAYOUT, Weights
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "grpcurl.md"
 BIN = Path(sys.executable).parent

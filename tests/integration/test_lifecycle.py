@@ -25,7 +25,8 @@ from tests.support.checkpoint_fleet import (
     words_of,
 )
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 
 

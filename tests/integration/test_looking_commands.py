@@ -16,7 +16,8 @@ import pytest
 from controlplane.exit_codes import ExitCode
 from tests.integration.test_fleet_commands import weightplane
 from tests.support.eventually import eventually
-from tests.support.local_fleet import Weights, local_fleet
+from tests.support.local_fleet import local_fleet
+from tests.support.writer import Weights
 
 pytestmark = pytest.mark.timeout(240)
 STANDS_SECONDS = 200.0

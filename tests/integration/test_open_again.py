@@ -6,7 +6,8 @@ import time
 from pathlib import Path
 
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import Weights
 
 HEARTBEAT_SECONDS = 60.0
 

@@ -19,7 +19,8 @@ from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import PROMPT, VOCAB_SIZE, tokens_of, truth
 from tests.support.eventually import eventually
-from tests.support.local_fleet import RUN, Weights
+from tests.support.local_fleet import RUN
+from tests.support.writer import Weights
 
 HAD, LENGTH = 3, 8
 

@@ -20,8 +20,9 @@ from controlplane.core import errors as e
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
 from tests.support.eventually import eventually
-from tests.support.local_fleet import RUN, Weights, local_fleet
+from tests.support.local_fleet import RUN, local_fleet
 from tests.support.ports import free_port
+from tests.support.writer import Weights
 from weightplane.v1 import operator_pb2, operator_pb2_grpc, rollout_pb2, rollout_pb2_grpc
 
 LIMIT = 64

@@ -19,7 +19,8 @@ from engine_agent.services import rollout_service
 from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, Weights
+from tests.support.local_fleet import RUN
+from tests.support.writer import Weights
 from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
 PROMPT = [1, 2, 3, 4]

@@ -11,7 +11,8 @@ import pytest
 from engine_agent.receivers import Incoming, Receiver, make_receiver
 from engine_agent.services import update_attempt
 from tests.support.eventually import eventually
-from tests.support.local_fleet import Weights, local_fleet
+from tests.support.local_fleet import local_fleet
+from tests.support.writer import Weights
 
 
 class Slowly:

@@ -18,7 +18,8 @@ from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.security import TlsSettings
 from tests.support.certificates import people, token_for
-from tests.support.local_fleet import RUN, LocalFleet, Weights
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.writer import Weights
 from weightplane.v1 import (
     fleet_pb2,
     lifecycle_pb2,

@@ -13,8 +13,9 @@ from controlplane.rollout.sample import SPANS_KEY
 from engine_agent.memory.engine import token_of, weights_of
 from tests.cases.engines import Hand, Hands, lay_hands
 from tests.support.eventually import eventually
-from tests.support.local_fleet import SHAPES, LocalFleet, Weights, local_fleet
+from tests.support.local_fleet import LocalFleet, local_fleet
 from tests.support.slime_types import DataSource, Sample, arguments, word_tokenizer
+from tests.support.writer import SHAPES, Weights
 
 TOKENS = 60
 CUT = 30

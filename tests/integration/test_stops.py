@@ -11,7 +11,8 @@ import grpc
 import pytest
 
 from tests.support.checkpoint_fleet import Person, checkpoint_fleet
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import Weights
 
 TOKENS = 50
 MADE = (TOKENS, [(1, 0, TOKENS)], "FINISH_REASON_LENGTH")

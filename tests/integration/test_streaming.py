@@ -13,7 +13,8 @@ from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import token_of, weights_of
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights, local_fleet
+from tests.support.local_fleet import LocalFleet, local_fleet
+from tests.support.writer import LAYOUT, Stream, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 STREAMING = weight_update_pb2.APPLY_STREAMING

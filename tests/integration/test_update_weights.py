@@ -16,8 +16,9 @@ from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import token_of, weights_of
 from tests.cases.engines import Hands, lay_hands
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, RUN, LocalFleet, Stream, Weights, local_fleet
+from tests.support.local_fleet import RUN, LocalFleet, local_fleet
 from tests.support.ports import free_port
+from tests.support.writer import LAYOUT, Stream, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
 
 

@@ -18,7 +18,7 @@ from tests.cases.cargo import refusals
 from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, Weights
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 PROMPT = (5, 6, 7)

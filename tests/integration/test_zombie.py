@@ -22,7 +22,7 @@ from tests.kill_matrix.fleet import Daemon, Fleet, running_fleet
 from tests.kill_matrix.matrix import Outcome
 from tests.kill_matrix.observer import RUN, LogTail
 from tests.support.eventually import eventually
-from tests.support.local_fleet import LAYOUT, Stream
+from tests.support.writer import LAYOUT, Stream
 from trainer_agent.agent.launch import lives
 from weightplane.v1 import (
     fleet_pb2,
@@ -33,7 +33,7 @@ from weightplane.v1 import (
 
 pytestmark = pytest.mark.timeout(400)
 
-START_SECONDS = 90.0
+START_SECONDS = 180.0
 """Until a fresh trainer's ranks have pushed."""
 
 

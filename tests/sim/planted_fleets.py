@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_records import EngineKept, EngineRecord, UpdateDecided, UpdateWentGo
@@ -10,7 +11,7 @@ from controlplane.core.versions import ModelName, Term, WeightVersion
 
 
 class TrustsSilence(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         return [] if isinstance(event, fe.Tick) else super().handle(event, now)
 
 
@@ -20,26 +21,26 @@ class RoutesWhatIsShut(FleetCore):
 
 
 class SavesNoDecision(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         effects = super().handle(event, now)
-        return [x for x in effects if not (isinstance(x, fe.Save) and isinstance(x.record, UpdateDecided))]
+        return [x for x in effects if not (isinstance(x, fx.Save) and isinstance(x.record, UpdateDecided))]
 
 
 class SavesNoGo(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         effects = super().handle(event, now)
-        return [x for x in effects if not (isinstance(x, fe.Save) and isinstance(x.record, UpdateWentGo))]
+        return [x for x in effects if not (isinstance(x, fx.Save) and isinstance(x.record, UpdateWentGo))]
 
 
 class GivesNumbersTwice(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, fe.UpdateRequested):
             self.next_number = 1
         return super().handle(event, now)
 
 
 class GivesTermsTwice(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, fe.TrainerConnected):
             self.model(event.model).term = Term(0)
         return super().handle(event, now)
@@ -66,14 +67,14 @@ class RoutesUnitsApart(FleetCore):
 
 
 class RollsBackUnderAnOldNumber(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, fe.RollbackRequested) and event.number in self.model(event.model).checkpoints:
             self.next_number = event.number
         return super().handle(event, now)
 
 
 class AnswersARequestTwice(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, fe.UpdateRequested):
             self.requests.clear()
         return super().handle(event, now)
@@ -92,7 +93,7 @@ class TellsWhoStaysWhatTheFleetServes(FleetCore):
 
 
 class RetiresWhatIsStayedAt(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if not isinstance(event, fe.CheckpointRetired):
             return super().handle(event, now)
         kept, self.kept = self.kept, {}
@@ -103,7 +104,7 @@ class RetiresWhatIsStayedAt(FleetCore):
 
 
 class KeepsAnyCheckpoint(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, fe.CheckpointPublished):
             version = event.checkpoint.version
             self.model(event.checkpoint.model).digests[version] = event.checkpoint.content_digest
@@ -111,12 +112,12 @@ class KeepsAnyCheckpoint(FleetCore):
 
 
 class NeverCarries(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
-        return [x for x in super().handle(event, now) if not isinstance(x, fe.StartCarry)]
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
+        return [x for x in super().handle(event, now) if not isinstance(x, fx.StartCarry)]
 
 
 class AcceptsALedgerBelowWhatAgentsSaw(FleetCore):
-    def handle(self, event: fe.Event, now: float) -> list[fe.Effect]:
+    def handle(self, event: fe.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, fe.LedgerAccepted):
             self.seen.number = 0
         return super().handle(event, now)

@@ -8,6 +8,7 @@ import pytest
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.assembly import Record
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage, Timings, Unset
@@ -40,8 +41,8 @@ def test_inv9_a_welcome_never_tells_of_a_decision_before_it_is_saved() -> None:
     f.effects.clear()
     f.engine("e1", incarnation="i2")
     assert update.phase is Phase.DEGRADED
-    kinds = [type(x.record) if isinstance(x, fe.Save) else type(x) for x in f.effects]
-    assert kinds.index(UpdateDecided) < kinds.index(fe.Welcome)
+    kinds = [type(x.record) if isinstance(x, fx.Save) else type(x) for x in f.effects]
+    assert kinds.index(UpdateDecided) < kinds.index(fx.Welcome)
 
 
 def test_a_restart_aborts_an_update_without_go_also_when_every_engine_says_that_it_is_ready() -> None:
@@ -119,7 +120,7 @@ def test_a_repeated_begin_gets_the_same_answer_also_when_its_update_is_decided()
     f, engines = two_engines()
     first = f.push("u1", engines)
     again = f.handle(fe.UpdateRequested(UpdateId("u2"), "u1", RUN, POLICY, Term(1), 1, None))
-    assert [x.update for x in again if isinstance(x, fe.UpdatePlanned)] == [first]
+    assert [x.update for x in again if isinstance(x, fx.UpdatePlanned)] == [first]
 
 
 def test_inv7_a_ledger_that_was_put_back_gives_no_term_that_agents_know() -> None:
@@ -128,7 +129,7 @@ def test_inv7_a_ledger_that_was_put_back_gives_no_term_that_agents_know() -> Non
     f.handle(replace(hello(state), max_term=Term(3), max_coordinator_term=Term(1), max_number=7))
     f.trainer()
     assert f.core.model(POLICY).term == 0
-    assert any(isinstance(x, fe.CloseSession) and isinstance(x.error, e.LedgerRegressed) for x in f.effects)
+    assert any(isinstance(x, fx.CloseSession) and isinstance(x.error, e.LedgerRegressed) for x in f.effects)
     f.handle(fe.LedgerAccepted(RUN, "ann"))
     f.trainer()
     assert f.core.model(POLICY).term > 3
@@ -139,7 +140,7 @@ def test_l2_a_second_hello_of_the_same_life_does_not_tell_it_that_it_is_another(
     f.engine("e0")
     f.effects.clear()
     f.engine("e0")
-    errors = [x.error for x in f.effects if isinstance(x, fe.CloseSession)]
+    errors = [x.error for x in f.effects if isinstance(x, fx.CloseSession)]
     assert errors
     assert not any(isinstance(error, e.WrongIncarnation) for error in errors)
 
@@ -182,7 +183,7 @@ def test_a_group_is_not_asked_of_a_model_whose_engines_are_not_in_it() -> None:
     with pytest.raises(e.NotEnoughEngines):  # nobody is in the group yet: it may be anybody's
         f.handle(request)
     f.engine("e0", group="decode")
-    assert any(isinstance(x, fe.UpdatePlanned) for x in f.handle(request))
+    assert any(isinstance(x, fx.UpdatePlanned) for x in f.handle(request))
 
 
 def test_inv10_units_of_two_models_may_have_one_name() -> None:
@@ -197,7 +198,7 @@ def test_inv10_units_of_two_models_may_have_one_name() -> None:
         f.handle(fe.EngineConnected(700 + i, place, state, False, (), Term(0), Term(0)))
     f.effects.clear()
     f.report(engines["p"], "p", weights=Unset())
-    assert any(isinstance(x, fe.BroadcastState) for x in f.effects)
+    assert any(isinstance(x, fx.BroadcastState) for x in f.effects)
     assert f.core.served_to(engines["d"], POLICY) == ()
 
 

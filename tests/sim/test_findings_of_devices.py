@@ -9,6 +9,7 @@ import pytest
 from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Held, Residency, Stage
 from controlplane.core.update_transaction import Phase
@@ -56,7 +57,7 @@ def test_two_owners_of_a_sleep_do_not_keep_each_other_from_ending_it() -> None:
 
 
 def carried(f: Fleet) -> list[str]:
-    return [x.carry.engine.engine_id for x in f.effects if isinstance(x, fe.StartCarry)]
+    return [x.carry.engine.engine_id for x in f.effects if isinstance(x, fleet_effects.StartCarry)]
 
 
 def test_inv7_a_restarted_coordinator_does_not_take_devices_for_free_before_their_holder_spoke() -> None:
@@ -104,7 +105,7 @@ def test_what_a_rollback_brought_back_is_carried_from_the_checkpoint_that_it_lay
     assert (rollback.phase, f.served) == (Phase.COMMITTED, (rollback.version,))
     f.effects.clear()
     f.engine("e0", incarnation="i2")
-    carries = [x.carry for x in f.effects if isinstance(x, fe.StartCarry)]
+    carries = [x.carry for x in f.effects if isinstance(x, fleet_effects.StartCarry)]
     assert [(c.version, c.checkpoint.name) for c in carries] == [(rollback.version, "policy-1")]
 
 

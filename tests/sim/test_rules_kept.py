@@ -10,6 +10,7 @@ import pytest
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Stage
 from controlplane.core.layout import content_digest
@@ -60,7 +61,7 @@ def test_inv8_an_engine_that_is_silent_for_longer_than_the_leases_time_is_unknow
     f = Fleet()
     session = f.engine("e0")
     f.pass_time(TTL + 1)
-    closed = [x.session for x in f.effects if isinstance(x, fe.CloseSession)]
+    closed = [x.session for x in f.effects if isinstance(x, fx.CloseSession)]
     assert closed == [session]
 
 

@@ -20,7 +20,13 @@ from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.memory.engine import MemorySettings, token_of, weights_of
 from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import LAYOUT, RUN, SHAPES, LocalFleet, Stream, Weights
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.writer import (
+    LAYOUT,
+    SHAPES,
+    Stream,
+    Weights,
+)
 from weightplane.v1 import (
     engine_pb2,
     fleet_pb2,

@@ -13,7 +13,8 @@ import pytest
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import KeptBase
 from engine_agent.services import update_frames
-from tests.support.local_fleet import LAYOUT, LocalFleet, Stream, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import LAYOUT, Stream, Weights
 from weightplane.v1 import fleet_pb2, layout_pb2, version_pb2, weight_update_pb2
 
 ITEM = 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from controlplane.core import fleet
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Progress, Stage
 from controlplane.core.plan import EnginePlace, LinkFate, RankPlace
@@ -50,13 +51,13 @@ class Fleet:
         self.core = fleet.FleetCore(self.settings, self.ledger.open(RUN), self.now)
         self.states: dict[str, EngineState] = {}
         self.sessions = 100
-        self.effects: list[events.Effect] = []
-        self.batches: list[list[events.Effect]] = []
+        self.effects: list[fx.Effect] = []
+        self.batches: list[list[fx.Effect]] = []
 
-    def handle(self, event: events.Event) -> list[events.Effect]:
+    def handle(self, event: events.Event) -> list[fx.Effect]:
         effects = self.core.handle(event, self.now)
         for effect in effects:
-            if isinstance(effect, events.Save):
+            if isinstance(effect, fx.Save):
                 self.ledger.save(effect.record)
         self.effects += effects
         self.batches.append(effects)
@@ -82,13 +83,13 @@ class Fleet:
         self.handle(events.EngineConnected(self.sessions, place, state, False, ("checkpoint",), Term(0), Term(0)))
         return self.sessions
 
-    def report(self, session: int, name: str, **changes: object) -> list[events.Effect]:
+    def report(self, session: int, name: str, **changes: object) -> list[fx.Effect]:
         """Its next full state; the gate as an agent computes it."""
         state = self.states[name] = replace(self.states[name], **changes)  # type: ignore[arg-type]
         gate = state.gate_open(frozenset(self.core.served_to(session, POLICY)))
         return self.handle(events.EngineReported(session, state, gate))
 
-    def stage(self, session: int, name: str, update: UpdateTransaction, stage: Stage) -> list[events.Effect]:
+    def stage(self, session: int, name: str, update: UpdateTransaction, stage: Stage) -> list[fx.Effect]:
         progress = Progress(
             update.update_id, update.version, stage, error_reason="X" if stage.value == "failed" else ""
         )
@@ -135,7 +136,7 @@ class Fleet:
         effects = self.handle(
             events.UpdateRequested(UpdateId(update_id), request_id or update_id, RUN, POLICY, Term(term), 1, None)
         )
-        return next(x.update for x in effects if isinstance(x, events.UpdatePlanned))
+        return next(x.update for x in effects if isinstance(x, fx.UpdatePlanned))
 
     def push(self, update_id: str, engines: dict[str, int], term: int = 1) -> UpdateTransaction:
         """A whole update that every engine applies."""

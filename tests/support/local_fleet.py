@@ -1,4 +1,4 @@
-"""A coordinator and engine agents with in-memory engines, in this process, over real gRPC; and a writer by hand."""
+"""A coordinator and engine agents with in-memory engines, in this process, over real gRPC."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ import os
 import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 import grpc
-import xxhash
 
 from controlplane.coordinator.daemon import CoordinatorSettings, run_coordinator
-from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.rpc.channels import open_channel
-from controlplane.rpc.codec import layout_to_parts
 from controlplane.rpc.security import PLAIN, TlsSettings
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.memory.engine import MemorySettings
 from tests.support.eventually import PATIENCE_SECONDS, eventually
+from tests.support.writer import LAYOUT, SHAPES, Stream, Weights
 from weightplane.v1 import (
     engine_pb2,
     fleet_pb2,
     fleet_pb2_grpc,
-    layout_pb2,
     lifecycle_pb2,
     lifecycle_pb2_grpc,
     operator_pb2,
@@ -36,14 +32,10 @@ from weightplane.v1 import (
     rollout_pb2_grpc,
     version_pb2,
     weight_update_pb2,
-    weight_update_pb2_grpc,
 )
 
 RUN = os.environ.setdefault("WEIGHTPLANE_TEST_RUN", f"test-run-{os.getpid()}")
 """Of this run of the tests and of its processes: two runs on one host do not see each other's segments."""
-SHAPES = {"a": (1000,), "b": (3, 5)}
-LAYOUT = Layout(tuple(TensorSpec(name, DType.F32, shape) for name, shape in SHAPES.items()))
-Request = weight_update_pb2.UpdateWeightsRequest
 SETTLE_SECONDS = 20.0
 """Longest that is waited for gates that may never open."""
 
@@ -52,101 +44,6 @@ def _could_serve(engine: operator_pb2.EngineView, served: Sequence[version_pb2.W
     status = engine.status
     awake = status.residency == engine_pb2.RESIDENCY_AWAKE and status.life == engine_pb2.ENGINE_LIFE_RUNNING
     return engine.known and awake and not status.holds and status.HasField("applied") and status.applied in served
-
-
-@dataclass
-class Weights:
-    """One version's bytes."""
-
-    parts: list[bytes] = field(default_factory=lambda: [os.urandom(t.byte_count) for t in LAYOUT.tensors])
-
-    @property
-    def checksums(self) -> list[bytes]:
-        return [xxhash.xxh3_64_digest(p) for p in self.parts]
-
-    @property
-    def digest(self) -> bytes:
-        return content_digest(self.checksums)
-
-
-class Stream:
-    """One UpdateWeights stream, frame by frame."""
-
-    def __init__(self, channel: grpc.aio.Channel, opened: weight_update_pb2.UpdateOpen) -> None:
-        self.version = opened.version
-        self._call: Any = weight_update_pb2_grpc.WeightUpdateStub(channel).UpdateWeights()
-        self._opened = opened
-
-    async def open(self) -> weight_update_pb2.UpdateAccepted:
-        await self.send(open=self._opened)
-        response = await self.read()
-        return response.accepted
-
-    async def send(self, **frame: Any) -> None:
-        await self._call.write(Request(**frame))
-
-    async def read(self) -> weight_update_pb2.UpdateWeightsResponse:
-        """The next answer. Raises AioRpcError when the stream was ended with an error."""
-        response = await asyncio.wait_for(self._call.read(), PATIENCE_SECONDS)
-        if response is grpc.aio.EOF:
-            code = await self._call.code()
-            raise grpc.aio.AioRpcError(
-                code,
-                await self._call.initial_metadata(),
-                await self._call.trailing_metadata(),
-                await self._call.details(),
-            )
-        assert isinstance(response, weight_update_pb2.UpdateWeightsResponse)
-        return response
-
-    async def layout(self) -> None:
-        for part in layout_to_parts(LAYOUT):
-            part.version.CopyFrom(self.version)
-            await self.send(layout_part=part)
-
-    async def chunk(self, weights: Weights, index: int, tensors: Sequence[int]) -> None:
-        """A chunk of whole tensors, inline."""
-        records, data = [], b""
-        for t in tensors:
-            records.append(
-                weight_update_pb2.TensorRecord(
-                    tensor=t,
-                    tensor_offset=0,
-                    buffer_offset=len(data),
-                    byte_count=len(weights.parts[t]),
-                    checksum=weights.checksums[t],
-                )
-            )
-            data += weights.parts[t]
-        buffers = [layout_pb2.BufferHandle(inline=data)]
-        await self.send(
-            chunk=weight_update_pb2.Chunk(version=self.version, index=index, records=records, buffers=buffers)
-        )
-
-    async def commit(self, weights: Weights, **changed: Any) -> None:
-        values: dict[str, Any] = {
-            "chunk_count": 2,
-            "byte_count": LAYOUT.byte_count,
-            "content_digest": weights.digest,
-        } | changed
-        await self.send(commit=weight_update_pb2.Commit(version=self.version, **values))
-
-    async def until_ready(self, weights: Weights) -> None:
-        """Everything up to `ready`."""
-        if (await self.open()).layout_needed:
-            await self.layout()
-        await self.chunk(weights, 0, [0])
-        await self.chunk(weights, 1, [1])
-        while (await self.read()).WhichOneof("frame") != "ready":
-            pass
-
-    async def end(self) -> None:
-        """No more frames: an end without a word."""
-        await self._call.done_writing()
-
-    def cut(self) -> None:
-        """The writer dies."""
-        self._call.cancel()
 
 
 class LocalFleet:

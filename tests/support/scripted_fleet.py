@@ -10,6 +10,7 @@ from dataclasses import replace
 from controlplane.coordinator import views
 from controlplane.coordinator.happenings import Happenings
 from controlplane.coordinator.token_lags import TokenLags
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import (
     EngineState,
@@ -71,10 +72,10 @@ class ScriptedFleet:
             self.train()
         self.view()
 
-    def handle(self, event: events.Event) -> list[events.Effect]:
+    def handle(self, event: events.Event) -> list[fx.Effect]:
         effects = self.core.handle(event, self.now)
         for effect in effects:
-            if isinstance(effect, events.Save):
+            if isinstance(effect, fx.Save):
                 self.ledger.save(effect.record)
         return effects
 
@@ -158,7 +159,7 @@ class ScriptedFleet:
             None,
             byte_count=BYTES,
         )
-        return next(x.update for x in self.handle(request) if isinstance(x, events.UpdatePlanned))
+        return next(x.update for x in self.handle(request) if isinstance(x, fx.UpdatePlanned))
 
     def stage(self, name: str, update: UpdateTransaction, stage: Stage, *, received: int = BYTES) -> None:
         updating = frozenset({Hold(HoldKind.UPDATING, update.update_id)})

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import EngineState
 from controlplane.core.fleet import FleetCore, FleetSettings
@@ -35,7 +36,7 @@ class CarriedFleet(RuleBasedStateMachine):
         self.begun: list[UpdateBegan] = []
         self.contents: dict[int, int] = {}
         """By number: which weights it is. A rollback's are an older number's."""
-        self.carries: list[tuple[fe.Carry, int]] = []
+        self.carries: list[tuple[fx.Carry, int]] = []
         """With the coordinator's term when they began."""
         self.said: dict[str, tuple[EngineState, bool]] = {}
         self.fleet: FleetCore
@@ -43,24 +44,24 @@ class CarriedFleet(RuleBasedStateMachine):
 
     # ---- carrying ----
 
-    def handle(self, event: fe.Event) -> list[fe.Effect]:
+    def handle(self, event: fe.Event) -> list[fx.Effect]:
         effects = self.fleet.handle(event, self.now)
         for effect in effects:
-            if isinstance(effect, fe.Save):
+            if isinstance(effect, fx.Save):
                 if isinstance(effect.record, UpdateBegan):
                     self.note_begun(effect.record)
                 self.ledger.save(effect.record)
         for effect in effects:
-            if isinstance(effect, fe.CloseSession):
+            if isinstance(effect, fx.CloseSession):
                 for agent in self.agents.values():
                     if agent.session == effect.session:
                         self.cut(agent)
-            elif isinstance(effect, fe.StartCarry):
+            elif isinstance(effect, fx.StartCarry):
                 assert not self.fleet.lent(self.fleet.engines[effect.carry.engine.engine_id]) or (
                     effect.carry.waits_for_go
                 ), "a trainer holds its devices"
                 self.carries.append((effect.carry, self.fleet.term))
-            elif isinstance(effect, fe.BroadcastState):
+            elif isinstance(effect, fx.BroadcastState):
                 for agent in self.agents.values():
                     if agent.session is not None:
                         self.tell(agent)

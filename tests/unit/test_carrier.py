@@ -12,7 +12,8 @@ import pytest
 
 from controlplane.coordinator.carrier import Carrier
 from controlplane.core.errors import NotWelcomed, UnknownUpdate
-from controlplane.core.fleet_events import Carry, CarryEnded
+from controlplane.core.fleet_effects import Carry
+from controlplane.core.fleet_events import CarryEnded
 from controlplane.core.fleet_records import CheckpointKept
 from controlplane.core.plan import EnginePlace
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, ModelName, Term, UpdateId, WeightVersion

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Poisoned, Progress, Stage, Unset
 from controlplane.core.fleet_catch_up import MAX_CHECKPOINTS, RETRY_SECONDS
@@ -34,8 +35,8 @@ def served(names: tuple[str, ...] = ("e0", "e1")) -> tuple[Fleet, dict[str, int]
     return f, engines, update
 
 
-def carries(f: Fleet) -> list[events.Carry]:
-    return [x.carry for x in f.effects if isinstance(x, events.StartCarry)]
+def carries(f: Fleet) -> list[fx.Carry]:
+    return [x.carry for x in f.effects if isinstance(x, fx.StartCarry)]
 
 
 def test_a_joiner_is_brought_to_the_served_version_without_a_trainer() -> None:
@@ -119,12 +120,12 @@ def test_agents_are_told_who_has_devices_until_that_one_says_otherwise_or_its_le
     for holds in (False, True):
         effects = f.handle(events.TrainerReported(trainer, Term(1), 1, "train", 1 + holds, holds_devices=holds))
         assert f.core.device_holder(POLICY) == (owner if holds else "")
-        assert any(isinstance(x, events.BroadcastState) for x in effects)
+        assert any(isinstance(x, fx.BroadcastState) for x in effects)
     f.handle(events.SessionEnded(trainer, goodbye=False))
     f.pass_time(f.settings.lease_ttl_seconds / 2)
     assert f.core.device_holder(POLICY) == owner
     f.now += f.settings.lease_ttl_seconds
-    assert any(isinstance(x, events.BroadcastState) for x in f.handle(events.Tick()))
+    assert any(isinstance(x, fx.BroadcastState) for x in f.handle(events.Tick()))
     assert f.core.device_holder(POLICY) == ""
 
 
@@ -219,7 +220,7 @@ def test_old_checkpoints_are_forgotten_but_not_the_served() -> None:
     numbers = list(f.core.model(POLICY).checkpoints)
     assert len(numbers) == MAX_CHECKPOINTS
     assert f.served[0].number in numbers
-    assert sum(isinstance(x, events.Save) and isinstance(x.record, CheckpointGone) for x in f.effects) == 4
+    assert sum(isinstance(x, fx.Save) and isinstance(x.record, CheckpointGone) for x in f.effects) == 4
 
 
 # ---- rollback ----
@@ -229,7 +230,7 @@ def test_inv5_a_rollback_is_a_new_number_that_names_what_it_restores() -> None:
     f, engines, first = served()
     f.push("u2", engines)
     effects = f.handle(events.RollbackRequested(UpdateId("back"), "back", RUN, POLICY, first.version.number))
-    update = next(x.update for x in effects if isinstance(x, events.UpdatePlanned))
+    update = next(x.update for x in effects if isinstance(x, fx.UpdatePlanned))
     assert (update.version.number, update.restores) == (3, first.version)
     assert all(a.transport is Transport.CHECKPOINT and not a.ranks for a in update.plan.assignments)
     assert [(c.waits_for_go, c.version) for c in carries(f)] == [(True, update.version)] * 2

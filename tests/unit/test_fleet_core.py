@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Progress, Stage, Unset
 from controlplane.core.fleet_records import UpdateBegan, UpdateDecided, UpdateWentGo
@@ -34,10 +35,10 @@ def test_an_update_is_ready_then_goes_then_is_decided() -> None:
 def test_inv9_every_record_is_saved_before_anything_is_told() -> None:
     f, engines = two_engines()
     f.push("u1", engines)
-    kinds = {type(x.record) for batch in f.batches for x in batch if isinstance(x, events.Save)}
+    kinds = {type(x.record) for batch in f.batches for x in batch if isinstance(x, fx.Save)}
     assert {UpdateBegan, UpdateWentGo, UpdateDecided} <= kinds
     for batch in f.batches:
-        told = [not isinstance(x, events.Save) for x in batch]
+        told = [not isinstance(x, fx.Save) for x in batch]
         assert told == sorted(told)
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.canary import Canary, Verification
 from controlplane.core.engine_state import Held, Life, Poisoned, Stage
@@ -60,7 +61,7 @@ def test_an_engine_that_comes_back_after_its_session_ended_takes_nobodys_place()
     f.handle(events.SessionEnded(f.engine("e0"), goodbye=False))
     f.effects.clear()
     f.engine("e0")
-    assert not any(isinstance(x, events.CloseSession) for x in f.effects)
+    assert not any(isinstance(x, fx.CloseSession) for x in f.effects)
 
 
 def test_an_engine_that_says_goodbye_is_lost_to_the_update_under_way_at_once() -> None:
@@ -139,7 +140,7 @@ def test_an_abort_means_an_update_that_is_known_and_is_not_gone_yet() -> None:
     session = f.engine("e0")
     f.trainer()
 
-    def abort(update_id: UpdateId) -> list[events.Effect]:
+    def abort(update_id: UpdateId) -> list[fx.Effect]:
         return f.handle(events.AbortRequested(RUN, update_id, Term(1), "why not"))
 
     with pytest.raises(e.UnknownUpdate):
@@ -159,7 +160,7 @@ def test_inv6_a_rollback_that_is_asked_for_again_has_the_same_number() -> None:
     told = []
     for update_id in ("r1", "r2"):
         event = events.RollbackRequested(UpdateId(update_id), "once", RUN, POLICY, update.version.number)
-        told += [x.update for x in f.handle(event) if isinstance(x, events.UpdatePlanned)]
+        told += [x.update for x in f.handle(event) if isinstance(x, fx.UpdatePlanned)]
     assert told[0] is told[1]
     assert f.core.next_number == told[0].version.number + 1
 
@@ -213,7 +214,7 @@ def test_what_an_engine_holds_is_verified_by_its_trainers_word_or_by_most_of_its
 def test_a_checkpoint_that_is_published_again_is_written_once() -> None:
     f, _, update = served()
     publish(f, update)
-    assert not any(isinstance(x, events.Save) for x in f.effects)
+    assert not any(isinstance(x, fx.Save) for x in f.effects)
 
 
 def test_inv6_a_checkpoint_of_a_version_that_is_served_no_more_is_compared_with_what_its_engines_reported() -> None:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_engines
-from controlplane.core import fleet_events as events
 from controlplane.core.canary import AT_LEAST, MAX_CANDIDATES, Canary, Verification, difference, judge
 from controlplane.core.engine_state import Held, Progress, Stage, Unset
 from controlplane.core.update_transaction import Phase, UpdateTransaction
@@ -90,7 +90,7 @@ def test_while_all_agree_nobody_is_judged_before_the_decision_and_all_are_verifi
     f = Singers(12)
     judged: list[object] = []
 
-    def note(*given: object) -> list[events.Effect]:
+    def note(*given: object) -> list[fx.Effect]:
         judged.append(given)
         return []
 

@@ -6,6 +6,7 @@ import pytest
 
 from controlplane.coordinator import views
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Held, Poisoned, Stage
 from controlplane.core.fleet import FleetCore
@@ -158,7 +159,7 @@ def test_keeps_and_releases_are_saved_before_they_are_told() -> None:
     f, _, update = served(("eval",))
     keep(f, update.version.number)
     release(f)
-    saved = [x.record for x in f.effects if isinstance(x, events.Save)]
+    saved = [x.record for x in f.effects if isinstance(x, fx.Save)]
     assert saved == [EngineKept(EVAL, POLICY, update.version, b"d"), EngineReleased(EVAL)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Stage
 from controlplane.core.update_transaction import Phase
@@ -55,7 +56,7 @@ def test_inv7_a_fenced_trainer_cannot_begin_and_its_session_is_told() -> None:
     update = f.begin("u1")
     f.trainer("t2", name="other", takeover=True)
     assert update.phase is Phase.FAILED
-    closed = [x for x in f.effects if isinstance(x, events.CloseSession) and x.session == zombie]
+    closed = [x for x in f.effects if isinstance(x, fx.CloseSession) and x.session == zombie]
     assert isinstance(closed[0].error, e.StaleTerm)
     with pytest.raises(e.StaleTerm):
         f.begin("u2", term=1)

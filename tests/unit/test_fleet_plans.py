@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Stage
 from controlplane.core.errors import EngineMisfit
@@ -40,7 +41,7 @@ def sender(f: Fleet, sends: frozenset[Transport] = ALL, held: int = 0) -> int:
 def begin(f: Fleet, update_id: str, **more: object) -> Plan:
     request = events.UpdateRequested(UpdateId(update_id), update_id, RUN, POLICY, Term(1), 1, None)
     effects = f.handle(replace(request, **more))  # type: ignore[arg-type]
-    return next(x.update for x in effects if isinstance(x, events.UpdatePlanned)).plan
+    return next(x.update for x in effects if isinstance(x, fx.UpdatePlanned)).plan
 
 
 def abort(f: Fleet, update_id: str) -> None:
@@ -149,6 +150,6 @@ def test_g4_a_trainer_that_comes_back_is_not_refused_for_an_engine_that_came_mea
     f.engine("e0", devices=("dev-r0", "dev-9"))
     f.engine("good")
     sender(f, held=1)
-    sent_away = [x.error for x in f.batches[-1] if isinstance(x, events.CloseSession)]
+    sent_away = [x.error for x in f.batches[-1] if isinstance(x, fx.CloseSession)]
     assert [type(error) for error in sent_away] == [EngineMisfit]
     assert [a.engine.engine_id for a in begin(f, "u1").assignments] == ["good"]

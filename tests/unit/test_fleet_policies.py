@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Progress, Residency, Stage
 from controlplane.core.fleet_begins import MISSES_BEFORE_AWAITED
@@ -102,9 +103,9 @@ def test_the_members_of_a_unit_are_told_when_one_of_them_changes() -> None:
     f.push("u1", engines)
     f.effects.clear()
     f.report(engines["alone"], "alone", weights=Poisoned("spans"))
-    assert not any(isinstance(x, events.BroadcastState) for x in f.effects)
+    assert not any(isinstance(x, fx.BroadcastState) for x in f.effects)
     f.report(engines["d"], "d", weights=Poisoned("spans"))
-    assert any(isinstance(x, events.BroadcastState) for x in f.effects)
+    assert any(isinstance(x, fx.BroadcastState) for x in f.effects)
 
 
 def test_a_unit_with_a_silent_or_missing_member_is_not_routed() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import EngineState, Held, Life
 from controlplane.core.fleet_book import MAX_UPDATES_KEPT
@@ -36,7 +37,7 @@ def hello(
 
 
 def closed_with(f: Fleet, kind: type[e.WeightplaneError]) -> bool:
-    return any(isinstance(x, events.CloseSession) and isinstance(x.error, kind) for x in f.effects)
+    return any(isinstance(x, fx.CloseSession) and isinstance(x.error, kind) for x in f.effects)
 
 
 # ---- an older copy of the ledger ----
@@ -58,7 +59,7 @@ def test_an_engine_that_obeys_a_later_coordinator_is_not_welcomed() -> None:
     f = Fleet()
     f.handle(hello(1, coordinator_term=7))
     assert closed_with(f, e.StaleTerm)
-    assert not any(isinstance(x, events.Welcome) for x in f.effects)
+    assert not any(isinstance(x, fx.Welcome) for x in f.effects)
     assert f.core.engines == {}
 
 
@@ -68,7 +69,7 @@ def test_once_accepted_everything_goes_on_above_what_was_seen() -> None:
     f.handle(hello(2, "e1", coordinator_term=7))
     f.handle(events.LedgerAccepted(RUN, "ann"))
     assert not f.core.recovering
-    assert any(isinstance(x, events.Save) and isinstance(x.record, FloorRaised) for x in f.effects)
+    assert any(isinstance(x, fx.Save) and isinstance(x.record, FloorRaised) for x in f.effects)
     assert f.core.term == 8
     f.handle(hello(3, term=3, number=9))
     f.handle(hello(4, "e1", coordinator_term=7))
@@ -168,7 +169,7 @@ def test_a_frozen_models_engines_serve_what_they_loaded_as_number_0() -> None:
     f = Fleet()
     f.handle(hello(1, frozen=DIGEST, model=REFERENCE))
     assert f.core.model(REFERENCE).served == (FROZEN,)
-    assert any(isinstance(x, events.Save) and x.record == FrozenServed(REFERENCE, DIGEST) for x in f.effects)
+    assert any(isinstance(x, fx.Save) and x.record == FrozenServed(REFERENCE, DIGEST) for x in f.effects)
     record = f.core.engines[EngineId("e0")]
     f.handle(events.EngineReported(1, record.state, gate_open=True))
     assert f.core.routable(record)

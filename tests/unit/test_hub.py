@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from controlplane.coordinator.hub import MAX_ENGINES_LOGGED, VIEW_SECONDS, Hub, _in_short
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Stage
 from controlplane.core.fleet import FleetCore
@@ -30,7 +31,7 @@ class Heard(Fleet):
         self.unheard: list[events.Event] = []
         super().__init__()
 
-    def handle(self, event: events.Event) -> list[events.Effect]:
+    def handle(self, event: events.Event) -> list[fx.Effect]:
         self.unheard.append(event)
         return super().handle(event)
 

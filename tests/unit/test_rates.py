@@ -24,7 +24,8 @@ from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.security import ServerSecurity, TlsSettings
 from controlplane.rpc.server import start_server
 from tests.support.certificates import token_for
-from tests.support.local_fleet import LocalFleet, Weights
+from tests.support.local_fleet import LocalFleet
+from tests.support.writer import Weights
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 FEW = RateSettings(calls_per_second=0.01, burst=5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
+from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as fe
 from controlplane.core.engine_state import Activity
 from controlplane.core.fleet import FleetCore, FleetSettings
@@ -102,6 +103,6 @@ def an_old_coordinators_call_arrives_after_the_new_ones(world: World) -> None:
     state = life.core.state
     place = EnginePlace(state.engine_id, state.incarnation, "e0", "host", ())
     hello = fe.EngineConnected(1, place, state, True, (), life.core.term, life.core.coordinator_term)
-    closed = [x.error for x in core.handle(hello, world.kernel.now) if isinstance(x, fe.CloseSession)]
+    closed = [x.error for x in core.handle(hello, world.kernel.now) if isinstance(x, fx.CloseSession)]
     expect(world, [type(error) for error in closed] == [e.StaleTerm] and not core.engines, f"it said {closed}")
     world.settle()
