@@ -9,20 +9,20 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from controlplane.cli.ask import get_fleet
 from controlplane.cli.doctor_checks import Check, Verdict, installed
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.updates_table import seconds_of
+from controlplane.core.errors import some
 from weightplane.v1 import operator_pb2
 
 CLOCK_SECONDS = 1.0
 """Dates of events are compared by people, never by the fleet; further apart than this they mislead."""
 CONNECT_SECONDS = 3.0
 AT_ONCE = 32
-NAMES_SHOWN = 5
 
 
 async def of_fleet(coordinator: str, timeout: float) -> list[Check]:
@@ -79,7 +79,7 @@ async def engines(view: operator_pb2.FleetView) -> Check:
     if not wrong:
         return Check("engines", Verdict.GOOD, f"{len(heard)} are reached at their addresses")
     advice = "set `advertise` of those engine agents to an address that this host reaches, and open the port"
-    return Check("engines", Verdict.BAD, f"not reached: {_some(wrong)}", advice)
+    return Check("engines", Verdict.BAD, f"not reached: {some(wrong)}", advice)
 
 
 def likenesses(view: operator_pb2.FleetView, here: str | None) -> Iterator[Check]:
@@ -125,9 +125,3 @@ def _is_free(address: str) -> bool:
         except (OSError, ValueError, OverflowError):
             return False
     return True
-
-
-def _some(names: Iterable[str]) -> str:
-    shown = list(names)
-    more = f" and {len(shown) - NAMES_SHOWN} more" if len(shown) > NAMES_SHOWN else ""
-    return ", ".join(shown[:NAMES_SHOWN]) + more

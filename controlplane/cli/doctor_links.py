@@ -22,7 +22,7 @@ from typing import Any
 import xxhash
 
 from controlplane.cli.doctor_checks import Check, Verdict, installed
-from controlplane.core.errors import WeightplaneError
+from controlplane.core.errors import WeightplaneError, some
 from controlplane.devices import host_id
 from controlplane.rpc.addresses import is_loopback, split_address
 from controlplane.rpc.channels import open_channel
@@ -35,7 +35,6 @@ FAR_SECONDS = 90.0
 """For the other process: on a busy host torch alone takes ten seconds to import."""
 POLL_SECONDS = 0.01
 AT_ONCE = 32
-NAMES_SHOWN = 5
 SAME_SHM = "give trainer and engine one /dev/shm: --ipc=host, or one pod with an emptyDir of medium Memory"
 
 
@@ -174,9 +173,8 @@ def inline(answers: dict[str, float | str]) -> Check:
     """`answers`: each engine's seconds, or what went wrong."""
     wrong = [f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)]
     if wrong:
-        more = f" and {len(wrong) - NAMES_SHOWN} more" if len(wrong) > NAMES_SHOWN else ""
         advice = "an engine is called at its `advertise`, with the trainer's own certificate or token: give --config"
-        return Check("link inline", Verdict.BAD, "; ".join(wrong[:NAMES_SHOWN]) + more, advice)
+        return Check("link inline", Verdict.BAD, some(wrong, "; "), advice)
     took = statistics.median(s for s in answers.values() if not isinstance(s, str))
     return Check("link inline", Verdict.GOOD, f"{len(answers)} engines answer, the median after {took * 1000:.0f} ms")
 
@@ -188,7 +186,7 @@ def sharing(heard: list[operator_pb2.EngineView]) -> Iterator[Check]:
     apart = [e.status.engine.engine_id for e in heard if e.host_id != here and _is_here(e.endpoint)]
     name = "shared memory of engines"
     if apart:
-        found = f"{', '.join(apart[:NAMES_SHOWN])}: at an address of this host, and with another /dev/shm"
+        found = f"{some(apart)}: at an address of this host, and with another /dev/shm"
         yield Check(name, Verdict.NOTE, f"{found}: bytes go there by a slower way", SAME_SHM)
     else:
         yield Check(name, Verdict.GOOD, f"{len(shared)} of {len(heard)} engines share this /dev/shm")

@@ -14,7 +14,7 @@ from enum import Enum
 
 from controlplane.core.canary import Verification
 from controlplane.core.engine_state import EngineState, Held, HoldKind, Stage
-from controlplane.core.errors import CanaryDisagrees
+from controlplane.core.errors import CanaryDisagrees, some
 from controlplane.core.plan import Plan
 from controlplane.core.update_outcomes import Outcome, Tally, Times
 from controlplane.core.update_policy import Mode, UpdatePolicy
@@ -224,7 +224,7 @@ class UpdateTransaction:
             return Phase.FAILED, "the coordinator restarted before go"
         bad = [o for o in self.required if o.bad]
         if not self._suffice([o for o in self.outcomes.values() if not o.bad]):
-            return Phase.FAILED, _shown(bad) or "too few engines are left"
+            return Phase.FAILED, some(bad, "; ") or "too few engines are left"
         waited_for = [o for o in self.outcomes.values() if o.required or (o.awaited and now < self.awaits_until)]
         late = [o for o in waited_for if not o.ready and not o.bad]
         if late and now < self.deadline:
@@ -242,7 +242,7 @@ class UpdateTransaction:
                     self.lose(o.engine_id, "no outcome before the deadline")
         if self._tally.open:
             return None
-        bad = _shown([o for o in self.required if o.bad])
+        bad = some((o for o in self.required if o.bad), "; ")
         applied = [o for o in self.outcomes.values() if o.applied]
         if self._suffice(applied):
             return Phase.COMMITTED, bad
@@ -271,7 +271,3 @@ def _lost(old: Outcome, cause: str) -> Outcome:
         error_reason=old.error_reason or "PEER_LOST",
         error_message=old.error_message or cause,
     )
-
-
-def _shown(outcomes: list[Outcome]) -> str:
-    return "; ".join(map(str, outcomes))

@@ -112,9 +112,8 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
     """The google.rpc.Status of a typed error, as grpc's abort_with_status takes it: with ErrorInfo, and RetryInfo where
     the caller is told when to come again."""
     code = STATUS[type(error)]
-    details: list[Message] = [
-        error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=error.metadata())
-    ]
+    values = {name: e.cut(value) for name, value in error.metadata().items()}
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=values)]
     if isinstance(error, e.RateLimited):
         delay = Duration()
         delay.FromMilliseconds(math.ceil(error.retry_seconds * 1000))
@@ -123,7 +122,7 @@ def to_status(error: e.WeightplaneError) -> grpc.Status:
     for detail, message in zip(packed, details, strict=True):
         detail.Pack(message)
     status: grpc.Status = rpc_status.to_status(
-        status_pb2.Status(code=code_pb2.Code.Value(code.name), message=str(error), details=packed)
+        status_pb2.Status(code=code_pb2.Code.Value(code.name), message=e.cut(str(error)), details=packed)
     )
     return status
 

@@ -15,7 +15,7 @@ import structlog
 
 from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Life, Residency
-from controlplane.core.errors import DeadlineExceeded, EngineAsleep, EngineNotReady
+from controlplane.core.errors import DeadlineExceeded, EngineAsleep, EngineNotReady, some
 from controlplane.core.pauses import PauseMode, PausePolicy
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.life.engine_life import EngineLife
@@ -50,7 +50,7 @@ async def _flush(life: EngineLife) -> None:
             await life.engine.clear_caches()
     except DeadlineExceeded as late:  # once, and by name: nothing is gained by asking again while they run
         waited_for = (
-            f"{late.waited_for}, with {len(life.requests)} requests: {', '.join(life.requests.names[:NAMES_SHOWN])}"
+            f"{late.waited_for}, with {len(life.requests)} requests: {some(life.requests.names, most=NAMES_SHOWN)}"
         )
         raise DeadlineExceeded(late.phase, waited_for, late.waited_seconds) from late
     log.info("caches_flushed", live_requests=len(life.requests))

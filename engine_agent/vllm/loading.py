@@ -16,10 +16,9 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import _place_kernel_tensors, get_layerwise_info
 from vllm.platforms import current_platform
 
+from controlplane.core.errors import some
 from engine_agent.vllm import packing as packs
 from engine_agent.vllm.experts import experts_packed_anew
-
-NAMES_SHOWN = 5
 
 
 class Loader:
@@ -80,8 +79,7 @@ class Loader:
             return  # this model does not say, or renames its parameters when it packs them
         missing = sorted(needed - loaded)
         if missing:
-            shown = ", ".join(missing[:NAMES_SHOWN])
-            raise ValueError(f"{len(missing)} parameters of the model were not loaded: {shown}")
+            raise ValueError(f"{len(missing)} parameters of the model were not loaded: {some(missing)}")
 
     def note_packed(self) -> None:
         """What the embedding multiplies by now is of the old weights."""

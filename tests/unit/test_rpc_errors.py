@@ -48,3 +48,28 @@ def test_a_reason_whose_numbers_are_none_is_no_reason() -> None:
     detail.Pack(info)
     status = status_pb2.Status(code=9, message="words", details=[detail]).SerializeToString()
     assert isinstance(from_rpc_error(ended(grpc.StatusCode.FAILED_PRECONDITION, status)), RemoteError)
+
+
+async def test_an_error_with_more_words_than_headers_may_hold_is_still_typed() -> None:
+    """A status travels in headers, of which gRPC takes 8 KiB: beyond, the caller heard of headers and of nothing else."""
+    told = e.UpdateFailed("u1", "1.7", "many engines: " + "é" * 50_000, "engine-0 FAILED (INSTALL_FAILED: …); " * 1_000)
+
+    async def fail(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+        await context.abort_with_status(to_status(told))
+        raise AssertionError("the call is over")
+
+    server = grpc.aio.server()
+    method = grpc.unary_unary_rpc_method_handler(fail)
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Long", {"Ask": method})])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as heard:
+                await channel.unary_unary("/test.Long/Ask")(b"", timeout=20)
+    finally:
+        await server.stop(None)
+    got = from_rpc_error(heard.value)
+    assert isinstance(got, e.UpdateFailed), got
+    assert (got.update_id, got.version) == ("u1", "1.7")
+    assert got.cause.startswith("many engines: éé") and got.cause.endswith("characters more)")

@@ -196,6 +196,13 @@ def test_a_failed_update_names_every_engines_outcome_and_words() -> None:
     assert "e1 ABORTED (UNKNOWN_TENSOR: the engine's model has no tensor of these names: x)" in error.outcomes
 
 
+def test_of_a_large_fleet_those_with_an_error_are_named_first_and_the_rest_is_counted() -> None:
+    engines = {f"e{i}": "CHECKSUM_MISMATCH" if i == 150 else "" for i in range(200)}
+    error = outcome.update_failed(state(FAILED, **engines), "because", {})
+    assert error.outcomes.startswith("e150 ABORTED (CHECKSUM_MISMATCH: why); e0 ABORTED; e1 ABORTED; e2 ABORTED; ")
+    assert error.outcomes.endswith(" and 195 more")
+
+
 def test_only_a_version_that_the_fleet_serves_is_a_result_without_error() -> None:
     committed = outcome.decided(state(fleet_pb2.UPDATE_PHASE_DEGRADED), released=True)
     assert committed is not None

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from controlplane.core.errors import InvalidRequest, UpdateFailed
+from controlplane.core.errors import InvalidRequest, UpdateFailed, some
 from trainer_agent.rank.report import PushReport
 from trainer_agent.rank.trainer_rank import TrainerRank
 
@@ -88,7 +88,7 @@ class WeightplaneUpdater:
                 update_id="",
                 version=str(report.version),
                 cause=f"the fleet committed without engines that this loop uses: {', '.join(without)}",
-                outcomes="; ".join(f"{engine_id} {outcome}" for engine_id, outcome in outcomes.items()),
+                outcomes=some((f"{engine_id} {outcome}" for engine_id, outcome in outcomes.items()), "; "),
             )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from controlplane.core.errors import LinkFailed, UpdateFailed, WeightplaneError
+from controlplane.core.errors import LinkFailed, UpdateFailed, WeightplaneError, some
+from controlplane.core.names import NaturalKey, natural_key
 from controlplane.rpc.codec import version_from_proto
 from trainer_agent.agent.reasons import update_passes
 from weightplane.local.v1 import rank_pb2
@@ -100,4 +101,9 @@ def _outcomes_text(engines: Iterable[fleet_pb2.EngineOutcome], errors: dict[str,
     for name, error in errors.items():
         if "(" not in texts.get(name, ""):
             texts[name] = f"{texts.get(name, 'UNSPECIFIED')} ({error.reason}: {error})"
-    return "; ".join(f"{name} {text}" for name, text in sorted(texts.items())) or "none"
+    return some((f"{name} {text}" for name, text in sorted(texts.items(), key=_errors_first)), "; ") or "none"
+
+
+def _errors_first(named: tuple[str, str]) -> tuple[bool, NaturalKey]:
+    """Of a large fleet only the first are told."""
+    return "(" not in named[1], natural_key(named[0])

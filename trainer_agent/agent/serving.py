@@ -14,7 +14,7 @@ from contextlib import suppress
 import grpc
 import structlog
 
-from controlplane.core.errors import CheckFailed, WeightplaneError
+from controlplane.core.errors import CheckFailed, WeightplaneError, some
 from controlplane.rpc.codec import version_from_proto
 from controlplane.rpc.errors import from_rpc_error
 from trainer_agent.agent.asked import PushContext
@@ -132,7 +132,7 @@ async def compare(
         version=str(version_from_proto(state.version)),
         found=len(outcomes),
         asked=len(asked),
-        differences="; ".join(f"{name} {text}" for name, text in sorted(outcomes.items())),
+        differences=some((f"{name} {text}" for name, text in sorted(outcomes.items())), "; "),
     )
 
 

@@ -82,6 +82,7 @@ from controlplane.core.errors.requests import (
     UnsupportedByEngine,
     VersionChanged,
 )
+from controlplane.core.errors.shown import cut, some
 from controlplane.core.errors.transfer import (
     ByteCountMismatch,
     CheckpointInUse,
@@ -96,7 +97,7 @@ from controlplane.core.errors.transfer import (
     SegmentUnreadable,
     SlotMismatch,
 )
-from controlplane.core.errors.tree import NAMES_SHOWN, PUBLIC, Failed, Refused, WeightplaneError
+from controlplane.core.errors.tree import PUBLIC, Failed, Refused, WeightplaneError
 from controlplane.core.errors.versions import (
     BaseMismatch,
     ModelFrozen,
@@ -112,7 +113,6 @@ from controlplane.core.errors.versions import (
 )
 
 __all__ = [
-    "NAMES_SHOWN",
     "BaseMismatch",
     "ByteCountMismatch",
     "CanaryDisagrees",
@@ -186,8 +186,10 @@ __all__ = [
     "WrongIncarnation",
     "WrongModel",
     "WrongRun",
+    "cut",
     "error_classes",
     "rebuild",
+    "some",
 ]
 
 for _class in (WeightplaneError, Refused, Failed, *error_classes()):

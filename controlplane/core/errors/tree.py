@@ -6,10 +6,10 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from controlplane.core.errors.shown import some
+
 PUBLIC = "controlplane.core.errors"
 """Where the tree is found, and what its classes say of themselves: the files are nobody's business."""
-NAMES_SHOWN = 5
-"""Names listed in a message; `metadata()` gives the whole count."""
 
 
 @dataclass(eq=False)
@@ -45,8 +45,6 @@ class Failed(WeightplaneError):
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, (list, frozenset, set)):
-        items = sorted(value) if not isinstance(value, list) else value
-        more = f" and {len(items) - NAMES_SHOWN} more" if len(items) > NAMES_SHOWN else ""
-        return ", ".join(str(v) for v in items[:NAMES_SHOWN]) + more
-    return str(value)
+    if isinstance(value, list):
+        return some(value)
+    return some(sorted(value)) if isinstance(value, (frozenset, set)) else str(value)
