@@ -1,15 +1,15 @@
 """The two ends of the inline way by themselves: the product's stream at either side, and nobody who decides.
 
-The sending end is here: an `EngineStream` over chunks that a rank's exporter wrote into a segment, as many times as
-asked. The other is a process of its own (`python -m bench.inline_ends`): `WeightUpdateService` before a life with an
-in-memory engine, which is welcomed by hand where a coordinator's session would do it. What a coordinator says of an
-update is said here: go at once.
+Each end is a process (`python -m bench.inline_ends`), with an allocator that is told what the agents' are. `send`: an
+`EngineStream` over chunks that a rank's exporter wrote into a segment, as many times as asked. `take`: the
+`WeightUpdateService` of a life with an in-memory engine, which is welcomed by hand where a coordinator's session would
+do it. What a coordinator says of an update is said here: go at once.
 """
 
 from __future__ import annotations
 
 import asyncio
-import subprocess
+import logging
 import sys
 import tempfile
 import time
@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import structlog
 import torch
 
+from bench.asked import answer_each, asked
 from bench.wire_fleet import Weights, smollm2_shapes
 from controlplane.allocator import keep_freed_memory
 from controlplane.core.engine_events import FleetChanged
@@ -77,7 +79,7 @@ class InlineLink:
         self._number = 0
 
     def send(self) -> float:
-        """Seconds from the first chunk's frame to `ready`. Its install, and what the stream says before, are outside."""
+        """Seconds from the first chunk's frame to `ready`. Frames before it, and the install, are left out."""
         self._number += 1
         return asyncio.run(self._send())
 
@@ -103,7 +105,10 @@ class InlineLink:
     def _cargo(self) -> Cargo:
         layout = self._layout
         manifest = weight_update_pb2.Manifest(
-            layout_digest=layout.digest, tensor_count=len(layout.tensors), byte_count=layout.byte_count, step=self._number
+            layout_digest=layout.digest,
+            tensor_count=len(layout.tensors),
+            byte_count=layout.byte_count,
+            step=self._number,
         )
         head = weight_update_pb2.UpdateOpen(
             run_id=RUN,
@@ -121,9 +126,7 @@ class InlineLink:
         return fleet_pb2.Assignment(engine=self._engine, endpoint=self._address, ranks=[0], transport=transport)
 
 
-def _exported(
-    layout: Layout, weights: Weights, segment: Segment
-) -> tuple[list[rank_pb2.SendChunk], rank_pb2.PushEnd]:
+def _exported(layout: Layout, weights: Weights, segment: Segment) -> tuple[list[rank_pb2.SendChunk], rank_pb2.PushEnd]:
     plan = plan_segment(layout)
     exporter = Exporter(layout, plan, WholeMemory(plan, segment.memory))
     chunks = []
@@ -145,34 +148,32 @@ def _exported(
 
 
 @contextmanager
-def inline_link(weights: Weights) -> Iterator[Callable[[], float]]:
+def inline_link() -> Iterator[Callable[[], float]]:
     """A function that sends everything once, and returns the seconds."""
     with ExitStack() as ends:
         directory = ends.enter_context(tempfile.TemporaryDirectory())
-        command = [sys.executable, "-m", __name__, directory]
-        process = ends.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
-        ends.callback(process.terminate)
-        pool = SegmentPool(RUN, 0)
-        ends.callback(pool.close)
-        assert process.stdout is not None
-        address, incarnation = process.stdout.readline().split()
+        taker = ends.enter_context(asked("-m", __name__, "take", directory))
+        yield ends.enter_context(asked("-m", __name__, "send", *taker.heard.split())).seconds
+
+
+def _send(address: str, incarnation: str) -> None:
+    weights, pool = Weights.random(), SegmentPool(RUN, 0)
+    try:
         segment = pool.acquire(plan_segment(layout_of(weights.source)).byte_count)
-        yield InlineLink(address, incarnation, weights, segment).send
+        link = InlineLink(address, incarnation, weights, segment)
+        answer_each("ready", link.send)
+    finally:
+        pool.close()
 
 
-# ---- the other end ------------------------------------------------------------------------------
-
-
-async def _serve(directory: Path) -> None:
-    keep_freed_memory()
-    memory = MemorySettings(tensors=smollm2_shapes(), dtype=DType.BF16)
+async def _take(directory: Path) -> None:
     settings = EngineSettings(
         engine_id=ENGINE,
-        coordinator="127.0.0.1:1",
+        coordinator="127.0.0.1:1",  # nobody asks it
         run_id=RUN,
         state_dir=directory,
         backend="memory",
-        memory=memory,
+        memory=MemorySettings(tensors=smollm2_shapes(), dtype=DType.BF16),
         keep_staging=True,
     )
     holder = EngineLifeHolder()
@@ -184,6 +185,17 @@ async def _serve(directory: Path) -> None:
     await server.server.wait_for_termination()
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """send, to which address and incarnation; or take, with a directory for its notes."""
+    end, *words = sys.argv[1:]
     torch.set_num_threads(1)
-    asyncio.run(_serve(Path(sys.argv[1])))
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
+    keep_freed_memory()
+    if end == "send":
+        _send(*words)
+    else:
+        asyncio.run(_take(Path(*words)))
+
+
+if __name__ == "__main__":
+    main()
