@@ -21,6 +21,9 @@ TAIL_BYTES = 8 * 1024 * 1024
 """Towards the end each chunk has half of what is left, down to this: the last one is what everybody waits for when
 nothing is left to export."""
 
+FIRST_BYTES = 4 * 1024 * 1024
+"""Where bytes travel while the next are exported: nothing leaves before the first chunk was copied and summed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
@@ -54,9 +57,10 @@ class SegmentPlan:
     chunks: tuple[ChunkRange, ...]
 
 
-def plan_segment(layout: Layout, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> SegmentPlan:
+def plan_segment(layout: Layout, chunk_bytes: int = DEFAULT_CHUNK_BYTES, first_bytes: int | None = None) -> SegmentPlan:
     """Lay a layout out in one segment, in chunks of at most `chunk_bytes` (rounded down to the alignment), less towards
-    the end.
+    the end. With `first_bytes` the first chunk has at most so many, and each one after it at most as many as all before
+    it have together.
 
     Raises:
         ValueError: chunk_bytes is below the alignment, or the layout has no tensor.
@@ -71,31 +75,41 @@ def plan_segment(layout: Layout, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> Segm
     for size in sizes:
         offsets.append(end)
         end = _aligned(end + size)
-    chunks = tuple(_cut(offsets, sizes, chunk_bytes - chunk_bytes % ALIGNMENT_BYTES, end))
+    largest = chunk_bytes - chunk_bytes % ALIGNMENT_BYTES
+    first = largest if first_bytes is None else max(ALIGNMENT_BYTES, first_bytes - first_bytes % ALIGNMENT_BYTES)
+    chunks = tuple(_cut(offsets, sizes, _Limits(first, largest, end)))
     return SegmentPlan(byte_count=end, offsets=tuple(offsets), chunks=chunks)
 
 
-def _cut(offsets: list[int], sizes: list[int], largest: int, end: int) -> Iterator[ChunkRange]:
-    start, limit = 0, _limit(largest, end)
+@dataclass(frozen=True, slots=True)
+class _Limits:
+    first: int
+    largest: int
+    end: int
+    """Of the segment."""
+
+    def at(self, start: int) -> int:
+        """Bytes of the chunk that begins there, at most."""
+        half = (self.end - start) // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        return min(self.largest, max(self.first, start), max(TAIL_BYTES, half))
+
+
+def _cut(offsets: list[int], sizes: list[int], limits: _Limits) -> Iterator[ChunkRange]:
+    start, limit = 0, limits.at(0)
     pieces: list[Piece] = []
     for index, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
         if pieces and (offset + size - start > limit or len(pieces) == MAX_RECORDS):
             yield ChunkRange(start, offset, tuple(pieces))
-            start, pieces, limit = offset, [], _limit(largest, end - offset)
+            start, pieces, limit = offset, [], limits.at(offset)
         done = 0
         while size - done > limit:
             piece = Piece(index, done, offset + done, limit, last=False)
             yield ChunkRange(start, start + limit, (piece,))
             start += limit
             done += limit
-            limit = _limit(largest, end - start)
+            limit = limits.at(start)
         pieces.append(Piece(index, done, offset + done, size - done, last=True))
-    yield ChunkRange(start, end, tuple(pieces))
-
-
-def _limit(largest: int, left: int) -> int:
-    """Bytes of the next chunk, at most."""
-    return min(largest, max(TAIL_BYTES, left // 2 // ALIGNMENT_BYTES * ALIGNMENT_BYTES))
+    yield ChunkRange(start, limits.end, tuple(pieces))
 
 
 def _aligned(offset: int) -> int:

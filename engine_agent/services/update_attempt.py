@@ -47,6 +47,7 @@ from engine_agent.receivers import (
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.services import update_frames as frames
 from engine_agent.services.entry import check_ids
+from engine_agent.services.releases import HELD_SECONDS, Releases
 from engine_agent.services.streamed_parts import StreamedParts
 from engine_agent.services.update_reader import FrameReader, untimely
 from engine_agent.threads import in_thread
@@ -264,12 +265,15 @@ class UpdateAttempt:
 
     async def _receive(self, version: WeightVersion) -> AsyncIterator[Response]:
         """Chunks, until the commit frame was taken."""
+        releases = Releases(version, hold=self._transport == weight_update_pb2.TRANSPORT_INLINE)
         while True:
+            if releases.held and not await self._reader.comes(HELD_SECONDS):
+                yield releases.take()
             ready = self._life.core.state.activity is Activity.READY
             frame = await self._reader.next(ready=ready)
             kind = frame.WhichOneof("frame") if frame is not None else None
             if frame is not None and kind == "chunk":
-                async for response in self._take_chunk(version, frame.chunk, self._reader.payload):
+                for response in await self._take_chunk(version, frame.chunk, releases):
                     yield response
             elif frame is not None and kind == "commit":
                 self._commit(frame.commit)
@@ -278,9 +282,10 @@ class UpdateAttempt:
                 raise untimely(frame)
 
     async def _take_chunk(
-        self, version: WeightVersion, chunk: weight_update_pb2.Chunk, payload: memoryview | None
-    ) -> AsyncIterator[Response]:
-        buffers = frames.buffers(chunk, payload)
+        self, version: WeightVersion, chunk: weight_update_pb2.Chunk, releases: Releases
+    ) -> list[Response]:
+        """What is to be said of it now."""
+        buffers = frames.buffers(chunk, self._reader.payload)
         event = frames.chunk_event(self._stream, chunk, buffers)
         effects = self._life.apply(event)
         if self._parts is not None:
@@ -293,11 +298,12 @@ class UpdateAttempt:
         if self._parts is not None:
             await self._parts.install(event.records, verify.tensors)
         if self._receiver.releases_at_once if self._parts is None else self._parts.releases:
-            yield frames.released(version, chunk.index)
-        if verify.last:
-            self._verified()
-            if self._parts is None:
-                yield frames.ready(version)
+            releases.free(chunk.index)
+        if not verify.last:
+            return [releases.take()] if releases.due else []
+        self._verified()
+        released = [releases.take()] if releases.held else []
+        return [*released, frames.ready(version)] if self._parts is None else released
 
     async def _place(self, records: Sequence[Record], buffers: Sequence[Buffer], tensors: tuple[int, ...]) -> None:
         """Where that is done sooner than a thread takes over, the loop itself does it."""

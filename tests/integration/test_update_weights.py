@@ -14,6 +14,7 @@ import pytest
 from controlplane import failpoints
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import token_of, weights_of
+from engine_agent.services.releases import MAX_HELD
 from tests.cases.engines import Hands, lay_hands
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet, local_fleet
@@ -350,6 +351,23 @@ async def test_inv12_inline_chunks_are_released_as_they_are_copied(fleet: LocalF
     for index in (0, 1):
         await stream.chunk(weights, index, [index])
         assert (await stream.read()).chunk_released.index == index
+    assert (await stream.read()).WhichOneof("frame") == "ready"
+
+
+async def test_inv12_while_frames_keep_coming_one_release_speaks_for_many_of_them(
+    fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine_agent.services.update_attempt.HELD_SECONDS", 20.0)  # however slowly they come here
+    weights = Weights()
+    stream = fleet.stream(await fleet.begin(), "e0")
+    await stream.open()
+    await stream.layout()
+    for index in range(2 * MAX_HELD):
+        await stream.chunk(weights, index, [])
+    assert [(await stream.read()).chunk_released.index for _ in range(2)] == [MAX_HELD - 1, 2 * MAX_HELD - 1]
+    await stream.chunk(weights, 2 * MAX_HELD, [0])
+    await stream.chunk(weights, 2 * MAX_HELD + 1, [1])
+    assert (await stream.read()).chunk_released.index == 2 * MAX_HELD + 1
     assert (await stream.read()).WhichOneof("frame") == "ready"
 
 

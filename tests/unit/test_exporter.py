@@ -85,6 +85,25 @@ def test_the_last_chunk_is_a_small_one_and_no_chunk_is_smaller_without_need() ->
     assert len(lengths) <= 8
 
 
+@pytest.mark.parametrize("sizes", [[3 * 2**20] * 40, [120 * 2**20], [1, 100 * 2**20, 7, 19 * 2**20]])
+def test_chunks_that_begin_small_are_at_most_as_large_as_all_before_them_and_tile_the_same_bytes(
+    sizes: list[int],
+) -> None:
+    layout, first, largest = bytes_layout(sizes), 4 * 2**20, 32 * 2**20
+    plan, whole = plan_segment(layout, largest, first), plan_segment(layout, largest)
+    assert (plan.byte_count, plan.offsets) == (whole.byte_count, whole.offsets)
+    assert [c.start for c in plan.chunks] == [0, *(c.end for c in plan.chunks[:-1])]
+    assert plan.chunks[-1].end == plan.byte_count
+    for chunk in plan.chunks:
+        assert chunk.end - chunk.start <= min(largest, max(first, chunk.start))
+    assert len(plan.chunks) <= len(whole.chunks) + 6
+
+
+def test_a_first_chunk_may_be_as_small_as_the_alignment_and_no_smaller() -> None:
+    for first in (1, 64, 100):
+        assert plan_segment(bytes_layout([1000]), 512, first).chunks[0].end == ALIGNMENT_BYTES
+
+
 def test_a_chunk_never_has_more_records_than_the_contract_allows() -> None:
     plan = plan_segment(bytes_layout([1] * (MAX_RECORDS + 1)), 1 << 30)
     assert [len(c.pieces) for c in plan.chunks] == [MAX_RECORDS, 1]

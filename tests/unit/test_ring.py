@@ -12,13 +12,14 @@ from controlplane.core.errors import SlotMismatch
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.agent.announced import Announced
 from trainer_agent.agent.chunk_log import ChunkLog
-from trainer_agent.chunking import SegmentPlan, plan_segment
-from trainer_agent.parts import keeps_whole, parts_of
+from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
+from trainer_agent.parts import Part, keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter, copy_elements
-from trainer_agent.rank.memory import RingMemory, ring_bytes
+from trainer_agent.rank.feed import chunks_of
+from trainer_agent.rank.memory import COPIED_BYTES, RingMemory, ring_bytes
 from trainer_agent.transports import BROADCAST, INLINE, SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import version_pb2
+from weightplane.v1 import version_pb2, weight_update_pb2
 
 # ---- the rank's side ----
 
@@ -55,6 +56,25 @@ def test_a_reader_as_late_as_the_ring_allows_gets_every_byte(sizes: list[int], l
             got[r.tensor][r.tensor_offset : r.tensor_offset + r.byte_count] = data[r.buffer_offset :][: r.byte_count]
     assert [bytes(g) for g in got] == [t.numpy().tobytes() for _, t in tensors]
     assert exporter.content_digest == content_digest([xxhash.xxh3_64_digest(t.numpy().tobytes()) for _, t in tensors])
+
+
+@pytest.mark.parametrize(
+    ("transports", "whole", "first", "largest"),
+    [
+        ([INLINE, INLINE], False, FIRST_BYTES, COPIED_BYTES),
+        ([INLINE, BROADCAST], False, FIRST_BYTES, 64 << 20),
+        ([BROADCAST], False, FIRST_BYTES, 64 << 20),
+        ([INLINE], True, 64 << 20, 64 << 20),
+    ],
+)
+def test_chunks_that_travel_begin_small_and_those_that_are_copied_out_of_a_ring_stay_small(
+    transports: list[weight_update_pb2.Transport.ValueType], whole: bool, first: int, largest: int
+) -> None:
+    parts = [Part(ranks=(0,), transport=t, engines=((f"e{i}", "life"),)) for i, t in enumerate(transports)]
+    layout = Layout((TensorSpec("a", DType.U8, (300 << 20,)), TensorSpec("b", DType.U8, (7,))))
+    sizes = [c.end - c.start for c in chunks_of(layout, 64 << 20, parts, whole=whole).chunks]
+    assert (sizes[0], max(sizes)) == (first, largest)
+    assert chunks_of(layout, 1 << 20, parts, whole=whole).chunks[0].end == 1 << 20
 
 
 @given(

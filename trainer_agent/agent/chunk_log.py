@@ -14,7 +14,8 @@ from controlplane.core.errors import FrameOutOfOrder, LimitExceeded
 from weightplane.local.v1 import rank_pb2
 
 MAX_CHUNKS = 1_000_000
-"""Chunks of one push; 64 TiB in the default size. They wait here as announced, since a stream may begin anew."""
+"""Chunks of one push; 64 TiB in the default size, 16 TiB inline. They wait here as announced, since a stream may begin
+anew."""
 
 
 class ChunkLog:

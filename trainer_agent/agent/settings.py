@@ -54,7 +54,7 @@ class TrainerSettings:
     address_file: Path | None = None
     """Where the bound address is written, once it serves."""
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    """Largest range of a segment that is announced at once."""
+    """Largest range of a segment that is announced at once; where bytes go inline no more than 16 MiB are."""
     link_host: str = ""
     """Address of this host at which engines reach its ranks, for broadcasts to engines on other hosts: each rank that
     sends listens there, on ports that the system chooses. Who reaches it can join in: for networks that are trusted.

@@ -8,7 +8,7 @@ ranks do not know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from controlplane import failpoints
 from controlplane.core.errors import WeightplaneError
 from controlplane.core.layout import Layout
-from trainer_agent.chunking import SegmentPlan, plan_segment
+from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
 from trainer_agent.parts import Part, keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter
 from trainer_agent.rank.gather import GatherGroups
@@ -24,7 +24,7 @@ from trainer_agent.rank.inbox import Inbox
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.links import Links
-from trainer_agent.rank.memory import ExportMemory, RingMemory, WholeMemory, ring_bytes
+from trainer_agent.rank.memory import COPIED_BYTES, ExportMemory, RingMemory, WholeMemory, ring_bytes
 from trainer_agent.rank.senders import make_sender
 from trainer_agent.rank.senders.delta import DeltaSender, Difference, difference_of
 from trainer_agent.rank.senders.port import Announcer, Content, Means, Sender
@@ -108,8 +108,8 @@ class Feed:
                 drain(times.source(tensors))
 
     def _export(self, plan: rank_pb2.PushPlan, layout: Layout, parts: list[Part], tensors: Tensors) -> None:
-        layed_out = plan_segment(layout, plan.chunk_bytes)
         whole = keeps_whole(plan, self._rank)
+        layed_out = chunks_of(layout, plan.chunk_bytes, parts, whole=whole)
         segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
         difference = difference_of(self._held.segments, parts, segment, layout, layed_out, plan.chunk_bytes)
         self._senders = [self._sender(part, segment, difference) for part in parts]
@@ -169,6 +169,15 @@ class Feed:
             sender.finish(content)
         if any(p.leader == self._rank for p in parts):
             failpoints.hit("rank.after_push_end")
+
+
+def chunks_of(layout: Layout, chunk_bytes: int, parts: Sequence[Part], *, whole: bool) -> SegmentPlan:
+    """How a rank cuts a version. Chunks that travel while the next are exported begin small, so that they begin early;
+    a version that is kept whole has as few of them as the plan asks for."""
+    if whole:
+        return plan_segment(layout, chunk_bytes)
+    copied = all(part.transport == INLINE for part in parts)
+    return plan_segment(layout, min(chunk_bytes, COPIED_BYTES) if copied else chunk_bytes, FIRST_BYTES)
 
 
 def drain(tensors: Tensors) -> None:

@@ -13,6 +13,9 @@ from trainer_agent.chunking import ALIGNMENT_BYTES, SegmentPlan
 
 RING_CHUNKS = 2
 """One is filled while the other travels."""
+COPIED_BYTES = 16 * 1024 * 1024
+"""Of a chunk that the agent copies out of a ring, at most: what was just written is still in the processor's cache when
+it is read, and of 64 MiB it is not."""
 
 
 class Place(Protocol):

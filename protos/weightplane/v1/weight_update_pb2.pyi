@@ -763,7 +763,9 @@ Global___UpdateAccepted: _TypeAlias = UpdateAccepted  # noqa: Y015
 
 @_typing.final
 class ChunkReleased(_message.Message):
-    """No worker reads this chunk any more."""
+    """No worker reads this chunk any more. Said of each chunk as soon as it is so; where bytes are inline, and nobody's
+    memory waits for it, one may speak for several, and comes soon after the writer sends nothing more.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -50,8 +50,8 @@ class WeightUpdateServicer:
         """Bring one version to this engine.
 
         One stream is one attempt. The writer sends `open`, the layout in parts if `accepted` says that
-        it is unknown, then `chunk`s; the agent answers each chunk with `chunk_released` once no worker
-        reads it any more, and the whole with `ready`. Only a `commit` frame commits (INV-3): a stream that ends
+        it is unknown, then `chunk`s; the agent answers with `chunk_released` once no worker reads a chunk and those
+        before it any more, and the whole with `ready`. Only a `commit` frame commits (INV-3): a stream that ends
         without one is an abort and leaves the old version serving. After `commit` the agent owns the
         install: it runs to its end also if the writer dies, and `applied` is sent if the writer is still there.
         With APPLY_STREAMING `ready` comes before the first chunk, and each chunk is installed as it comes; see Apply.
