@@ -153,9 +153,13 @@ class Memory:
                 self.save(self._owed)
 
     def settle_soon(self) -> None:
-        """Now and then, while something is owed."""
-        if (self._owed is not None or self._owed_lent is not None) and time.monotonic() >= self._retry_at:
-            self._try(self._settle_all)
+        """Now and then, while something is owed; a thread that writes it is not waited for here."""
+        owed = self._owed is not None or self._owed_lent is not None
+        if owed and time.monotonic() >= self._retry_at and self._lock.acquire(blocking=False):
+            try:
+                self._try(self._settle_all)
+            finally:
+                self._lock.release()
 
     def _settle_all(self) -> None:
         """Loans are the loop's own: the thread that writes a number never comes here."""

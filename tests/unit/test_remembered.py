@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 import pytest
 
 from controlplane.core.errors import LedgerError
 from engine_agent.life.remembered import SECTOR_BYTES, Memory, Remembered
+from tests.support.eventually import PATIENCE_SECONDS
 
 
 def test_what_was_saved_is_there_for_the_next_life(tmp_path: Path) -> None:
@@ -160,6 +162,31 @@ def test_a_number_that_a_thread_could_not_write_is_owed(tmp_path: Path, monkeypa
     assert noted(tmp_path) == 2
     memory.settle()
     assert noted(tmp_path) == 3
+
+
+def test_the_loop_does_not_wait_for_a_thread_that_writes_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = Memory(tmp_path / "e0.json", "run", "policy")
+    for number in (1, 2):
+        memory.save(Remembered(number=number))
+    assert memory.put_off(Remembered(number=3))
+    writes, may_end = threading.Event(), threading.Event()
+
+    def slowly(*_: object) -> bool:
+        writes.set()
+        return may_end.wait(PATIENCE_SECONDS)
+
+    monkeypatch.setattr("engine_agent.life.remembered._overwrite", slowly)
+    thread = threading.Thread(target=memory.write_number)
+    thread.start()
+    assert writes.wait(PATIENCE_SECONDS)
+    loop = threading.Thread(target=memory.settle_soon, daemon=True)
+    loop.start()
+    loop.join(1.0)
+    assert not loop.is_alive()
+    may_end.set()
+    thread.join()
 
 
 def _no_room(*_: object) -> bool:
