@@ -51,7 +51,7 @@ def test_a_reason_whose_numbers_are_none_is_no_reason() -> None:
 
 
 async def test_an_error_with_more_words_than_headers_may_hold_is_still_typed() -> None:
-    """A status travels in headers, of which gRPC takes 8 KiB: beyond, the caller heard of headers and of nothing else."""
+    """A status travels in headers, of which gRPC takes 8 KiB: beyond, the caller heard of headers and nothing else."""
     told = e.UpdateFailed("u1", "1.7", "many engines: " + "é" * 50_000, "engine-0 FAILED (INSTALL_FAILED: …); " * 1_000)
 
     async def fail(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
@@ -72,4 +72,5 @@ async def test_an_error_with_more_words_than_headers_may_hold_is_still_typed() -
     got = from_rpc_error(heard.value)
     assert isinstance(got, e.UpdateFailed), got
     assert (got.update_id, got.version) == ("u1", "1.7")
-    assert got.cause.startswith("many engines: éé") and got.cause.endswith("characters more)")
+    assert got.cause.startswith("many engines: éé")
+    assert got.cause.endswith("characters more)")
