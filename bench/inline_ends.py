@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import sys
 import tempfile
 import time
@@ -157,6 +158,7 @@ def inline_link() -> Iterator[Callable[[], float]]:
 
 
 def _send(address: str, incarnation: str) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())  # the segment's name goes with the process
     weights, pool = Weights.random(), SegmentPool(RUN, 0)
     try:
         segment = pool.acquire(plan_segment(layout_of(weights.source)).byte_count)
