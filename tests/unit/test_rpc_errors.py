@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 from google.protobuf import any_pb2
@@ -59,14 +61,15 @@ async def test_an_error_with_more_words_than_headers_may_hold_is_still_typed() -
         raise AssertionError("the call is over")
 
     server = grpc.aio.server()
-    method = grpc.unary_unary_rpc_method_handler(fail)
+    method: Any = grpc.unary_unary_rpc_method_handler(fail)
     server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("test.Long", {"Ask": method})])
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             with pytest.raises(grpc.aio.AioRpcError) as heard:
-                await channel.unary_unary("/test.Long/Ask")(b"", timeout=20)
+                ask: Any = channel.unary_unary("/test.Long/Ask")
+                await ask(b"", timeout=20)
     finally:
         await server.stop(None)
     got = from_rpc_error(heard.value)

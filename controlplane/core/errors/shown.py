@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 NAMES_SHOWN = 5
 """Names listed in a message; `metadata()` gives the whole count."""
-TEXT_LIMIT = 1000
-"""Characters of one text of an error on the wire: its status, its reason and all its values share 8 KiB there."""
+TEXT_LIMIT = 900
+"""Bytes of one text of an error on the wire: its words and all its values share 8 KiB of headers there."""
 
 
 def some(items: Iterable[object], separator: str = ", ", most: int = NAMES_SHOWN) -> str:
@@ -18,5 +18,9 @@ def some(items: Iterable[object], separator: str = ", ", most: int = NAMES_SHOWN
 
 
 def cut(text: str, most: int = TEXT_LIMIT) -> str:
-    """The beginning, and how much is left out."""
-    return text if len(text) <= most else f"{text[:most]}… ({len(text) - most} characters more)"
+    """The beginning, and how much is left out. `most`: bytes, counted as headers write them (`%C3%A9` for one letter)."""
+    for at, character in enumerate(text):
+        most -= 1 if " " <= character <= "~" else 3 * len(character.encode(errors="replace"))
+        if most < 0:
+            return f"{text[:at]}... ({len(text) - at} characters more)"
+    return text
