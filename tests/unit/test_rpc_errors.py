@@ -67,8 +67,8 @@ async def test_an_error_with_more_words_than_headers_may_hold_is_still_typed() -
     await server.start()
     try:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            ask: Any = channel.unary_unary("/test.Long/Ask")
             with pytest.raises(grpc.aio.AioRpcError) as heard:
-                ask: Any = channel.unary_unary("/test.Long/Ask")
                 await ask(b"", timeout=20)
     finally:
         await server.stop(None)

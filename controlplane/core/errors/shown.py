@@ -18,7 +18,7 @@ def some(items: Iterable[object], separator: str = ", ", most: int = NAMES_SHOWN
 
 
 def cut(text: str, most: int = TEXT_LIMIT) -> str:
-    """The beginning, and how much is left out. `most`: bytes, counted as headers write them (`%C3%A9` for one letter)."""
+    """The beginning, and how much is left out. `most`: bytes, as headers write them (`%C3%A9` for a letter)."""
     for at, character in enumerate(text):
         most -= 1 if " " <= character <= "~" else 3 * len(character.encode(errors="replace"))
         if most < 0:
