@@ -41,6 +41,10 @@ from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
 
 pytestmark = pytest.mark.timeout(240)
+LARGE_CHUNK_BYTES = 16 << 20
+"""More than sockets hold: what nobody receives has not arrived."""
+OVERLAP_SECONDS = 15.0
+"""A reader that the gather of the next chunk did not let go by then goes on, and the test fails."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,15 @@ async def both_sides(
     engines: int = 2,
     tensors: Callable[[int], Mapping[str, torch.Tensor]] = tensors_of,
     push_timeout: float = 60.0,
+    chunk_bytes: int = SMALL_CHUNK_BYTES,
 ) -> AsyncIterator[Both]:
     """`engines` in-memory engines that expect what `tensors` gives, and a rank that sends it."""
-    settings = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
+    settings: dict[str, Any] = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
     async with fleet_for_toys(directory, engines=0, **way.coordinator) as fleet:
         for i in range(engines):
             fleet._start(f"e{i}", run_engine, engine(fleet, f"e{i}", tensors(0)))
         await fleet.wait_for_engines(engines)
-        async with toy_trainer(fleet.address, link_host="127.0.0.1", **settings) as trainer:
+        async with toy_trainer(fleet.address, link_host="127.0.0.1", chunk_bytes=chunk_bytes, **settings) as trainer:
             source = Source(tensors)
             rank = await ThreadRank.join(trainer.directory / "ranks.sock", source, push_timeout)
             try:
@@ -129,6 +134,11 @@ def strided(step: int) -> dict[str, torch.Tensor]:
     """Larger than a chunk, and cut in the middle of rows."""
     grid = torch.arange(300 * 700, dtype=torch.float32).reshape(300, 700) + step
     return {"transposed": grid.t(), "every other": grid[::2, 1::2], "flat": grid[0]}
+
+
+def one_a_chunk(step: int) -> dict[str, torch.Tensor]:
+    """Each fills a chunk of `LARGE_CHUNK_BYTES`."""
+    return {f"t{i}": torch.full((LARGE_CHUNK_BYTES // 4,), float(step + i)) for i in range(3)}
 
 
 def nothing_staged(own_segments: int) -> bool:
@@ -251,6 +261,21 @@ async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
 
+@every_ring
+async def test_the_next_chunk_is_gathered_while_the_one_before_is_on_its_way(
+    tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads chunk 0 before the rank asked its source for what is in chunk 1. A sender that waits for a chunk's
+    arrival before it gathers on would stand still."""
+    gathered = threading.Event()
+    stood_still = readers_wait_for(gathered, monkeypatch)
+    async with both_sides(tmp_path, way, engines=1, tensors=one_a_chunk, chunk_bytes=LARGE_CHUNK_BYTES) as both:
+        both.rank.source.before = lambda name: gathered.set() if name == "t1" else None
+        report = await both.push(1)
+        assert (report.outcomes, stood_still) == ({"e0": "APPLIED"}, [])
+        assert await both.holds("e0", one_a_chunk(1))
+
+
 @every_way
 async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_stays(
     tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
@@ -327,6 +352,21 @@ def slow_readers(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     patch.setattr(ChunkLog, "chunk", late)
     for receiver in (SharedMemoryReceiver, InlineReceiver, BroadcastReceiver):
         patch.setattr(receiver, "place", slow(receiver.place, seconds))
+
+
+def readers_wait_for(gathered: threading.Event, patch: pytest.MonkeyPatch) -> list[int]:
+    """Whoever reads the sender's memory waits for `gathered`. Gives the chunks whose readers waited in vain."""
+    chunk = ChunkLog.chunk
+    in_vain: list[int] = []
+
+    async def late(self: ChunkLog, index: int) -> rank_pb2.SendChunk | None:
+        found = await chunk(self, index)
+        if not await asyncio.to_thread(gathered.wait, OVERLAP_SECONDS):
+            in_vain.append(index)
+        return found
+
+    patch.setattr(ChunkLog, "chunk", late)
+    return in_vain
 
 
 def slow(place: Callable[..., None], seconds: float) -> Callable[..., None]:
