@@ -64,8 +64,13 @@ WAYS = [
     Way("broadcast_shared", {"transport": "broadcast", "link_fate": "shared"}),
     Way("broadcast_per_engine", {"transport": "broadcast", "link_fate": "per_engine"}),
 ]
+CHECKPOINT = Way("checkpoint", {"transport": "shared_memory"}, checkpoints=True)
+"""Another engine is pushed to; these ones come late, and read what was written of it."""
 RINGS = [w for w in WAYS if w.name in ("inline_ring", "broadcast_shared", "broadcast_per_engine")]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.name)
+every_transport = pytest.mark.parametrize("way", [*WAYS, CHECKPOINT], ids=lambda w: w.name)
+"""What holds with no sender, too. Where one is stopped, slow, or spoils its bytes, a checkpoint has none: its files are
+tests/unit/test_checkpoint_reading.py's."""
 every_ring = pytest.mark.parametrize("way", RINGS, ids=lambda w: w.name)
 
 
@@ -82,10 +87,35 @@ class Both:
         await self.fleet.settled()
         return await self.rank.push(step)
 
+    async def bring(self, step: int) -> dict[str, str]:
+        """How the weights of `step` came to each engine."""
+        return dict((await self.push(step)).outcomes)
+
     async def holds(self, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine has exactly these bytes."""
         tokens, _, _ = await self.fleet.generate(engine_id, 4)
         return tokens == tokens_of(tensors, 4)
+
+
+@dataclass
+class ByCheckpoint(Both):
+    """The engines are not there when it is pushed; each step finds them in a new life, with nothing."""
+
+    late: Mapping[str, EngineSettings]
+
+    async def bring(self, step: int) -> dict[str, str]:
+        for name in self.late.keys() & self.fleet.tasks.keys():
+            await self.fleet.stop(name)
+        number = (await self.push(step)).version.number
+        for name, settings in self.late.items():
+            self.fleet._start(name, run_engine, settings)
+        await self.fleet.wait_for_engines(1 + len(self.late))
+
+        async def came() -> bool:
+            return {await self.fleet.applied(name) for name in self.late} == {number}
+
+        await eventually(came)
+        return dict.fromkeys(self.late, "APPLIED")
 
 
 @asynccontextmanager
@@ -100,14 +130,18 @@ async def both_sides(
     """`engines` in-memory engines that expect what `tensors` gives, and a rank that sends it."""
     settings: dict[str, Any] = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
     async with fleet_for_toys(directory, engines=0, **way.coordinator) as fleet:
-        for i in range(engines):
-            fleet._start(f"e{i}", run_engine, engine(fleet, f"e{i}", tensors(0)))
-        await fleet.wait_for_engines(engines)
+        read = {"checkpoint_root": directory / "checkpoints"} if way is CHECKPOINT else {}
+        expected = {f"e{i}": engine(fleet, f"e{i}", tensors(0), **read) for i in range(engines)}
+        pushed_to = {"first": engine(fleet, "first", tensors(0))} if way is CHECKPOINT else expected
+        for name, its in pushed_to.items():
+            fleet._start(name, run_engine, its)
+        await fleet.wait_for_engines(len(pushed_to))
         async with toy_trainer(fleet.address, link_host="127.0.0.1", chunk_bytes=chunk_bytes, **settings) as trainer:
             source = Source(tensors)
             rank = await ThreadRank.join(trainer.directory / "ranks.sock", source, push_timeout)
             try:
-                yield Both(fleet, trainer, rank)
+                sides = (fleet, trainer, rank)
+                yield ByCheckpoint(*sides, expected) if way is CHECKPOINT else Both(*sides)
             finally:
                 await rank.close()
 
@@ -155,14 +189,13 @@ def segment_bytes() -> int:
     return sum(p.stat().st_size for p in Path("/dev/shm").glob(f"weightplane-{RUN}-*"))
 
 
-@every_way
+@every_transport
 async def test_three_updates_in_a_row_arrive_bit_for_bit_split_tensors_and_odd_shapes_too(
     tmp_path: Path, way: Way
 ) -> None:
     async with both_sides(tmp_path, way) as both:
         for step in (1, 2, 3):
-            report = await both.push(step)
-            assert report.outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+            assert await both.bring(step) == {"e0": "APPLIED", "e1": "APPLIED"}
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
 
@@ -175,17 +208,17 @@ async def test_the_bytes_go_by_this_way_and_by_no_other(tmp_path: Path, way: Way
         assert grown == {way.coordinator["transport"]}
 
 
-@every_way
+@every_transport
 async def test_g8_an_empty_chunk_is_legal(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, tensors=nothing) as both:
         for step in (1, 2):
-            assert (await both.push(step)).outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+            assert await both.bring(step) == {"e0": "APPLIED", "e1": "APPLIED"}
 
 
-@every_way
+@every_transport
 async def test_tensors_that_are_no_runs_of_memory_arrive_as_their_logical_values(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, engines=1, tensors=strided) as both:
-        await both.push(1)
+        await both.bring(1)
         assert await both.holds("e0", strided(1))
 
 
@@ -291,24 +324,6 @@ async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_sta
         assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
         await both.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
-
-
-@pytest.mark.parametrize("tensors", [tensors_of, nothing, strided], ids=["odd", "empty", "strided"])
-async def test_by_checkpoint_a_late_engine_gets_the_same_bytes_without_a_sender(
-    tmp_path: Path, tensors: Callable[[int], Mapping[str, torch.Tensor]]
-) -> None:
-    kept = next(w for w in WAYS if w.checkpoints)
-    async with both_sides(tmp_path, kept, engines=1, tensors=tensors) as both:
-        await both.push(1)
-        late = engine(both.fleet, "late", tensors(0), checkpoint_root=tmp_path / "checkpoints")
-        both.fleet._start("late", run_engine, late)
-        await both.fleet.wait_for_engines(2)
-
-        async def has_it() -> bool:
-            return await both.fleet.applied("late") == 1
-
-        await eventually(has_it)
-        assert await both.holds("late", tensors(1))
 
 
 @every_ring
