@@ -13,6 +13,8 @@ from trainer_agent.chunking import ALIGNMENT_BYTES, SegmentPlan
 
 RING_CHUNKS = 2
 """One is filled while the other travels."""
+NOTHING = -1
+"""In place of the number of a chunk that somebody reads."""
 
 
 class Place(Protocol):
