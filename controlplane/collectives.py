@@ -1,8 +1,9 @@
 """Raw process groups of torch between processes of ours, independent of anybody else's, with a deadline on each step.
 
-What gather groups (ranks of one slot) and links (a rank and engine agents) share. gloo where the bytes lie in host
-memory, NCCL where they lie on GPUs. An operation that gloo has begun can be neither interrupted nor resumed: it ends
-when its peers do, when the group is closed, or by gloo's own timeout.
+What gather groups (ranks of one slot) and links (a rank and engine agents) share. Both exchange host memory, by gloo.
+A group that is given a CUDA device is NCCL's; nothing in the product makes one yet, only the test on two GPUs does. An
+operation that gloo has begun can be neither interrupted nor resumed: it ends when its peers do, when the group is
+closed, or by gloo's own timeout.
 
 Imports torch: for the agents' processes only, which have it.
 """

@@ -146,8 +146,18 @@ def trainers_table(trainers: Iterable[operator_pb2.TrainerView], now: float) -> 
 def _phase(trainer: operator_pb2.TrainerView) -> Text:
     """Silence is an alarm, a goodbye is none."""
     if trainer.connected:
-        return Text(trainer.status.phase)
+        lost = lost_ranks(trainer)
+        return Text(f"lost {lost}", style="red") if lost else Text(trainer.status.phase)
     return Text("left") if trainer.left else Text("not connected", style="red")
+
+
+def lost_ranks(trainer: operator_pb2.TrainerView) -> str:
+    """The first of its ranks that ended without leaving, and how many more did; empty: none."""
+    if not trainer.status.lost_ranks:
+        return ""
+    first, *others = trainer.status.lost_ranks
+    more = f", and {len(others)} more" if others else ""
+    return f"rank {first.rank} ({first.cause}){more}"
 
 
 def _updates_table(updates: Sequence[fleet_pb2.UpdateState]) -> list[RenderableType]:

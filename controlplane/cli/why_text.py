@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from controlplane.cli.fleet_table import OPEN, outcome_text, phase_word, version_text
+from controlplane.cli.fleet_table import OPEN, lost_ranks, outcome_text, phase_word, version_text
 from controlplane.cli.plan_table import size, transport_word
 from controlplane.cli.tables import add_row, new_table
 from controlplane.cli.updates_table import (
@@ -67,8 +67,11 @@ def _is_waited_for(update: fleet_pb2.UpdateState, outcome: fleet_pb2.EngineOutco
 def _trainer_wait(view: operator_pb2.FleetView, update: fleet_pb2.UpdateState, now: float) -> Wait | None:
     """It sends the bytes and the commit frames; of a rollback the coordinator does."""
     trainer = next((t for t in view.trainers if t.model == update.model), None)
-    if trainer is None or trainer.connected or update.HasField("restores"):
+    if trainer is None or update.HasField("restores"):
         return None
+    if trainer.connected:
+        lost = lost_ranks(trainer)
+        return Wait(trainer.trainer_id, f"it lost {lost}, and ends the push", None) if lost else None
     left = seconds_of(trainer.lease_expire_time) - now
     lease = f"its lease ends in {left:.0f} s" if left > 0 else "its lease is over"
     what = "the trainer left" if trainer.left else f"the trainer is not connected; {lease}"

@@ -96,6 +96,9 @@ def _trainers(before: View, after: View) -> Iterator[Event]:
             yield _event("trainer_left", trainer.trainer_id, "it said goodbye")
         elif old.connected and not trainer.connected:
             yield _event("trainer_silent", trainer.trainer_id, "its session is over", alarming=True)
+        known_lost = old.status.lost_ranks if old.incarnation == trainer.incarnation else ()
+        for lost in list(trainer.status.lost_ranks)[len(known_lost) :]:
+            yield _event("rank_lost", trainer.trainer_id, f"rank {lost.rank}: {lost.cause}", alarming=True)
 
 
 def _engines(before: View, after: View) -> Iterator[Event]:

@@ -16,7 +16,7 @@ from controlplane.core import fleet_events as events
 from controlplane.core.access import Role, check_speaks_as
 from controlplane.core.engine_state import Refusal
 from controlplane.core.errors import FrameOutOfOrder, PeerLost, StaleTerm
-from controlplane.core.fleet_records import CheckpointKept
+from controlplane.core.fleet_records import CheckpointKept, LostRank
 from controlplane.core.kept_stacks import ProcessStacks
 from controlplane.core.versions import (
     EngineId,
@@ -330,5 +330,8 @@ def _status_event(session: int, frame: fleet_pb2.SessionRequest) -> events.Event
     if kind == "trainer_status":
         said = frame.trainer_status
         step = said.step if said.HasField("step") else None
-        return events.TrainerReported(session, Term(said.term), step, said.phase, said.progress, said.holds_devices)
+        lost = tuple(LostRank(r.rank, r.cause) for r in said.lost_ranks)
+        return events.TrainerReported(
+            session, Term(said.term), step, said.phase, said.progress, said.holds_devices, lost
+        )
     raise FrameOutOfOrder(expected="a status or a goodbye", got=kind or "nothing")

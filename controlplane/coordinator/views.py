@@ -368,6 +368,7 @@ def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerV
         phase=trainer.phase,
         progress=trainer.progress,
         holds_devices=trainer.holds_devices,
+        lost_ranks=[fleet_pb2.LostRank(rank=lost.rank, cause=lost.cause) for lost in trainer.lost],
     )
     return operator_pb2.TrainerView(
         trainer_id=trainer.trainer_id,

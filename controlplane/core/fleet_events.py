@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from controlplane.core import errors as e
 from controlplane.core.engine_state import EngineState, Held, Refusal
-from controlplane.core.fleet_records import CheckpointKept
+from controlplane.core.fleet_records import CheckpointKept, LostRank
 from controlplane.core.plan import HOST_MEMORY, EnginePlace, Load, RankPlace, Transport
 from controlplane.core.versions import (
     EngineId,
@@ -64,6 +64,7 @@ class TrainerReported:
     phase: str
     progress: int
     holds_devices: bool = False
+    lost: tuple[LostRank, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

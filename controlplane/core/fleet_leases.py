@@ -18,7 +18,7 @@ from controlplane.core.fleet_effects import (
     Welcome,
 )
 from controlplane.core.fleet_events import TrainerConnected, TrainerReported
-from controlplane.core.fleet_records import EngineRecord, ModelRecord, TermGiven, TrainerRecord
+from controlplane.core.fleet_records import EngineRecord, LostRank, ModelRecord, TermGiven, TrainerRecord
 from controlplane.core.fleet_recovery import check_trainer
 from controlplane.core.fleet_updates import finish
 from controlplane.core.planner import devices_of, misfit
@@ -126,10 +126,14 @@ def reported(book: Book, event: TrainerReported, now: float) -> list[Effect]:
         holder.progress, holder.progressed_at = event.progress, now
     if now - holder.progressed_at <= book.settings.step_limit_seconds:
         _renew(book, holder, now)
-    before = (holder.step, holder.phase, holder.holds_devices)
-    holder.step, holder.phase, holder.holds_devices = event.step, event.phase, event.holds_devices
+    before, said = _shown(holder), _shown(event)
+    holder.step, holder.phase, holder.holds_devices, holder.lost = said
     holder.devices_unknown = False
-    return [ViewChanged()] if before != (event.step, event.phase, event.holds_devices) else []
+    return [ViewChanged()] if before != said else []
+
+
+def _shown(of: TrainerRecord | TrainerReported) -> tuple[int | None, str, bool, tuple[LostRank, ...]]:
+    return of.step, of.phase, of.holds_devices, of.lost
 
 
 def presume_devices_free(book: Book, now: float) -> None:

@@ -77,6 +77,14 @@ class EngineRecord:
         return self._stays and sleepers == {owner}
 
 
+@dataclass(frozen=True, slots=True)
+class LostRank:
+    """A rank that ended without leaving."""
+
+    rank: int
+    cause: str
+
+
 @dataclass
 class TrainerRecord:
     """The holder of a model's lease."""
@@ -96,6 +104,8 @@ class TrainerRecord:
     """Engines on its devices are asleep for it: nobody else wakes, heals or restarts them."""
     devices_unknown: bool = False
     """Nothing was heard of it since the coordinator's restart, or since its lease began: it may hold devices."""
+    lost: tuple[LostRank, ...] = ()
+    """Of this life; with any it pushes no more. Shown to people: what becomes of its update is the agent's to say."""
     transports: frozenset[Transport] = HOST_MEMORY
     """How its ranks can send."""
     load: Load | None = None

@@ -41,6 +41,11 @@ from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
 
 pytestmark = pytest.mark.timeout(240)
+LARGE_CHUNK_BYTES = 16 << 20
+"""More than sockets hold: what nobody receives has not arrived."""
+OVERLAP_SECONDS = 7.0
+"""A reader that the next chunk's gather did not let go by then goes on, and the test fails. Less than what an engine
+waits for bytes: an attempt that ended by that would end the gather, too."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,13 @@ WAYS = [
     Way("broadcast_shared", {"transport": "broadcast", "link_fate": "shared"}),
     Way("broadcast_per_engine", {"transport": "broadcast", "link_fate": "per_engine"}),
 ]
+CHECKPOINT = Way("checkpoint", {"transport": "shared_memory"}, checkpoints=True)
+"""Another engine is pushed to; these ones come late, and read what was written of it."""
 RINGS = [w for w in WAYS if w.name in ("inline_ring", "broadcast_shared", "broadcast_per_engine")]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.name)
+every_transport = pytest.mark.parametrize("way", [*WAYS, CHECKPOINT], ids=lambda w: w.name)
+"""What holds with no sender, too. Where one is stopped, slow, or spoils its bytes, a checkpoint has none: its files are
+tests/unit/test_checkpoint_reading.py's."""
 every_ring = pytest.mark.parametrize("way", RINGS, ids=lambda w: w.name)
 
 
@@ -78,10 +88,35 @@ class Both:
         await self.fleet.settled()
         return await self.rank.push(step)
 
+    async def bring(self, step: int) -> dict[str, str]:
+        """How the weights of `step` came to each engine."""
+        return dict((await self.push(step)).outcomes)
+
     async def holds(self, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Whether the engine has exactly these bytes."""
         tokens, _, _ = await self.fleet.generate(engine_id, 4)
         return tokens == tokens_of(tensors, 4)
+
+
+@dataclass
+class ByCheckpoint(Both):
+    """The engines are not there when it is pushed; each step finds them in a new life, with nothing."""
+
+    late: Mapping[str, EngineSettings]
+
+    async def bring(self, step: int) -> dict[str, str]:
+        for name in self.late.keys() & self.fleet.tasks.keys():
+            await self.fleet.stop(name)
+        number = (await self.push(step)).version.number
+        for name, settings in self.late.items():
+            self.fleet._start(name, run_engine, settings)
+        await self.fleet.wait_for_engines(1 + len(self.late))
+
+        async def came() -> bool:
+            return {await self.fleet.applied(name) for name in self.late} == {number}
+
+        await eventually(came)
+        return dict.fromkeys(self.late, "APPLIED")
 
 
 @asynccontextmanager
@@ -91,18 +126,23 @@ async def both_sides(
     engines: int = 2,
     tensors: Callable[[int], Mapping[str, torch.Tensor]] = tensors_of,
     push_timeout: float = 60.0,
+    chunk_bytes: int = SMALL_CHUNK_BYTES,
 ) -> AsyncIterator[Both]:
     """`engines` in-memory engines that expect what `tensors` gives, and a rank that sends it."""
-    settings = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
+    settings: dict[str, Any] = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
     async with fleet_for_toys(directory, engines=0, **way.coordinator) as fleet:
-        for i in range(engines):
-            fleet._start(f"e{i}", run_engine, engine(fleet, f"e{i}", tensors(0)))
-        await fleet.wait_for_engines(engines)
-        async with toy_trainer(fleet.address, link_host="127.0.0.1", **settings) as trainer:
+        read = {"checkpoint_root": directory / "checkpoints"} if way is CHECKPOINT else {}
+        expected = {f"e{i}": engine(fleet, f"e{i}", tensors(0), **read) for i in range(engines)}
+        pushed_to = {"first": engine(fleet, "first", tensors(0))} if way is CHECKPOINT else expected
+        for name, its in pushed_to.items():
+            fleet._start(name, run_engine, its)
+        await fleet.wait_for_engines(len(pushed_to))
+        async with toy_trainer(fleet.address, link_host="127.0.0.1", chunk_bytes=chunk_bytes, **settings) as trainer:
             source = Source(tensors)
             rank = await ThreadRank.join(trainer.directory / "ranks.sock", source, push_timeout)
             try:
-                yield Both(fleet, trainer, rank)
+                sides = (fleet, trainer, rank)
+                yield ByCheckpoint(*sides, expected) if way is CHECKPOINT else Both(*sides)
             finally:
                 await rank.close()
 
@@ -131,6 +171,11 @@ def strided(step: int) -> dict[str, torch.Tensor]:
     return {"transposed": grid.t(), "every other": grid[::2, 1::2], "flat": grid[0]}
 
 
+def one_a_chunk(step: int) -> dict[str, torch.Tensor]:
+    """Each fills a chunk of `LARGE_CHUNK_BYTES`."""
+    return {f"t{i}": torch.full((LARGE_CHUNK_BYTES // 4,), float(step + i)) for i in range(3)}
+
+
 def nothing_staged(own_segments: int) -> bool:
     """No receiver of this process holds memory, nor a rank's segment; a rank that lives may have its own open."""
     targets = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
@@ -145,14 +190,13 @@ def segment_bytes() -> int:
     return sum(p.stat().st_size for p in Path("/dev/shm").glob(f"weightplane-{RUN}-*"))
 
 
-@every_way
+@every_transport
 async def test_three_updates_in_a_row_arrive_bit_for_bit_split_tensors_and_odd_shapes_too(
     tmp_path: Path, way: Way
 ) -> None:
     async with both_sides(tmp_path, way) as both:
         for step in (1, 2, 3):
-            report = await both.push(step)
-            assert report.outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+            assert await both.bring(step) == {"e0": "APPLIED", "e1": "APPLIED"}
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
 
@@ -165,17 +209,17 @@ async def test_the_bytes_go_by_this_way_and_by_no_other(tmp_path: Path, way: Way
         assert grown == {way.coordinator["transport"]}
 
 
-@every_way
+@every_transport
 async def test_g8_an_empty_chunk_is_legal(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, tensors=nothing) as both:
         for step in (1, 2):
-            assert (await both.push(step)).outcomes == {"e0": "APPLIED", "e1": "APPLIED"}
+            assert await both.bring(step) == {"e0": "APPLIED", "e1": "APPLIED"}
 
 
-@every_way
+@every_transport
 async def test_tensors_that_are_no_runs_of_memory_arrive_as_their_logical_values(tmp_path: Path, way: Way) -> None:
     async with both_sides(tmp_path, way, engines=1, tensors=strided) as both:
-        await both.push(1)
+        await both.bring(1)
         assert await both.holds("e0", strided(1))
 
 
@@ -251,6 +295,21 @@ async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
 
+@every_ring
+async def test_the_next_chunk_is_gathered_while_the_one_before_is_on_its_way(
+    tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads chunk 0 before the rank asked its source for what is in chunk 1. A sender that waits for a chunk's
+    arrival before it gathers on would stand still."""
+    gathered = threading.Event()
+    stood_still = readers_wait_for(gathered, monkeypatch)
+    async with both_sides(tmp_path, way, engines=1, tensors=one_a_chunk, chunk_bytes=LARGE_CHUNK_BYTES) as both:
+        both.rank.source.before = lambda name: gathered.set() if name == "t1" else None
+        report = await both.push(1)
+        assert (report.version.number, stood_still) == (1, []), "no attempt failed, and no reader waited in vain"
+        assert await both.holds("e0", one_a_chunk(1))
+
+
 @every_way
 async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_stays(
     tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
@@ -266,24 +325,6 @@ async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_sta
         assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
         await both.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
-
-
-@pytest.mark.parametrize("tensors", [tensors_of, nothing, strided], ids=["odd", "empty", "strided"])
-async def test_by_checkpoint_a_late_engine_gets_the_same_bytes_without_a_sender(
-    tmp_path: Path, tensors: Callable[[int], Mapping[str, torch.Tensor]]
-) -> None:
-    kept = next(w for w in WAYS if w.checkpoints)
-    async with both_sides(tmp_path, kept, engines=1, tensors=tensors) as both:
-        await both.push(1)
-        late = engine(both.fleet, "late", tensors(0), checkpoint_root=tmp_path / "checkpoints")
-        both.fleet._start("late", run_engine, late)
-        await both.fleet.wait_for_engines(2)
-
-        async def has_it() -> bool:
-            return await both.fleet.applied("late") == 1
-
-        await eventually(has_it)
-        assert await both.holds("late", tensors(1))
 
 
 @every_ring
@@ -327,6 +368,21 @@ def slow_readers(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     patch.setattr(ChunkLog, "chunk", late)
     for receiver in (SharedMemoryReceiver, InlineReceiver, BroadcastReceiver):
         patch.setattr(receiver, "place", slow(receiver.place, seconds))
+
+
+def readers_wait_for(gathered: threading.Event, patch: pytest.MonkeyPatch) -> list[int]:
+    """Whoever reads the sender's memory waits for `gathered`. Gives the chunks whose readers waited in vain."""
+    chunk = ChunkLog.chunk
+    in_vain: list[int] = []
+
+    async def late(self: ChunkLog, index: int) -> rank_pb2.SendChunk | None:
+        found = await chunk(self, index)
+        if not await asyncio.to_thread(gathered.wait, OVERLAP_SECONDS):
+            in_vain.append(index)
+        return found
+
+    patch.setattr(ChunkLog, "chunk", late)
+    return in_vain
 
 
 def slow(place: Callable[..., None], seconds: float) -> Callable[..., None]:

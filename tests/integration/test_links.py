@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from controlplane import collectives
 from controlplane.core.errors import LinkFailed, UpdateAborted
 from engine_agent.receivers.links import PROBE_BYTES as ENGINE_PROBE_BYTES
 from engine_agent.receivers.links import EngineLinks, LinkPlace, ReceiverLink
@@ -25,6 +26,10 @@ from weightplane.v1 import weight_update_pb2
 
 pytestmark = pytest.mark.timeout(240)
 HOST = "127.0.0.1"
+LIMIT_SECONDS = 2.0
+"""Of an operation, where nobody comes to its end: enough to connect on a busy machine."""
+PROMPTLY = 20.0
+"""Seconds; an operation of gloo alone waits for 30."""
 SHARED = weight_update_pb2.LINK_FATE_SHARED
 
 
@@ -250,3 +255,35 @@ def _in_child(claim: Callable[[], bool]) -> bool:
     if pid == 0:
         os._exit(0 if claim() else 1)
     return os.waitpid(pid, 0)[1] == 0
+
+
+def test_an_engine_that_stops_in_the_middle_of_the_bytes_ends_the_link_at_the_operations_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collectives, "OPERATION_SECONDS", LIMIT_SECONDS)
+    with connected() as (_, link, others):
+        large = torch.zeros(
+            64 << 20, dtype=torch.uint8
+        )  # more than sockets hold: who does not receive stops the sender
+        target = bytearray(len(large))
+        receiving = started(lambda: joined(others.links[0]).receive(memoryview(target)))
+        began = time.monotonic()
+        link.send(0, large, nothing)
+        with pytest.raises(LinkFailed) as raised:
+            link.wait_sent(0, nothing)
+        assert time.monotonic() - began < PROMPTLY
+        assert (raised.value.stage, raised.value.engine_id) == ("bytes", "e0, e1")
+        link.wait_still(0, nothing)
+        others.links[0].close()
+        end([receiving])
+
+
+def test_a_sender_that_stops_in_the_middle_of_the_bytes_is_given_up_at_the_operations_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(collectives, "OPERATION_SECONDS", LIMIT_SECONDS)
+    with connected(1) as (_, _, others):
+        began = time.monotonic()
+        with pytest.raises(LinkFailed, match="bytes"):
+            joined(others.links[0]).receive(memoryview(bytearray(1 << 16)))
+        assert time.monotonic() - began < PROMPTLY

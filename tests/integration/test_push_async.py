@@ -82,6 +82,26 @@ async def test_training_goes_on_while_engines_install_and_what_was_pushed_is_wha
     await eventually(lambda: segments() == [])
 
 
+@pytest.mark.parametrize(("transport", "before"), [("inline", True), ("broadcast", True), ("shared_memory", False)])
+async def test_sent_bytes_leave_the_ranks_memory_free_before_engines_install_and_mapped_ones_do_not(
+    tmp_path: Path, installs: Installs, transport: str, before: bool
+) -> None:
+    async with (
+        fleet_for_toys(tmp_path, engines=1, transport=transport) as fleet,
+        toy_trainer(fleet.address, link_host="127.0.0.1") as trainer,
+    ):
+        ranks = await ObedientRanks.start(trainer, world=1)
+        await ranks.all("push_async", step=1)
+        await eventually(lambda: installs.begun == 1)
+        [answer] = await ranks.all("released", step=1, timeout=20.0 if before else 0.5)
+        assert answer.get("reason") == (None if before else "DEADLINE_EXCEEDED")
+        assert [a["done"] for a in await ranks.all("done", step=1)] == [False]
+        installs.go.set()
+        [answer] = await ranks.all("applied", step=1)
+        assert answer["status"] == "COMMITTED"
+        await ranks.all("released", step=1)
+
+
 async def test_serving_is_told_when_an_engine_takes_requests_under_the_version(tmp_path: Path) -> None:
     async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
         ranks = await ObedientRanks.start(trainer)

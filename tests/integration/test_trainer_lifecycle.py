@@ -41,6 +41,8 @@ LIMIT_SECONDS = 4.0
 """Of a push that does not end; what is before the standing still takes less on a busy machine too."""
 PROMPTLY = 20.0
 """Seconds; an operation of gloo alone waits for 30."""
+TOLD_SECONDS = 5.0
+"""What is told at once takes milliseconds; more only where the machine is busy."""
 
 
 def lifecycle(fleet: LocalFleet, address: str) -> Any:
@@ -99,6 +101,31 @@ async def test_a_trainer_agent_says_what_its_ranks_do_and_how_they_ended(tmp_pat
         gone = (await status_of(fleet, address_of(trainer))).ranks[1]
         assert gone.state == lifecycle_pb2.RANK_STATE_ENDED
         assert gone.cause == f"process {gone.pid} ended"
+
+
+async def test_a_rank_that_dies_is_told_to_the_coordinator_at_once_and_one_that_leaves_is_not(tmp_path: Path) -> None:
+    """Beside training, where no push would tell; and heartbeats are a minute apart."""
+    slow = {"heartbeat_seconds": 60.0, "lease_ttl_seconds": 200.0}
+    async with fleet_for_toys(tmp_path, engines=0, **slow) as fleet, toy_trainer(fleet.address) as trainer:
+        ranks = await ObedientRanks.start(trainer, world=3)
+        leaving, dying = ranks.ranks[2].process, ranks.ranks[1].process
+        assert leaving.stdin is not None
+        leaving.stdin.close()
+        assert await leaving.wait() == 0
+        await ranks.answers(ranks.tell(0, "train", step=1), ranks.tell(1, "train", step=1))
+        dying.kill()
+        await dying.wait()
+        died = time.monotonic()
+
+        async def lost() -> list[tuple[int, str]]:
+            return [(r.rank, r.cause) for r in (await fleet.view()).trainers[0].status.lost_ranks]
+
+        await eventually(lost)
+        assert time.monotonic() - died < TOLD_SECONDS
+        assert await lost() == [(1, f"process {dying.pid} ended")]
+        code, out, _ = await weightplane(fleet, "status", "--json")
+        [status] = [t["status"] for t in json.loads(out)["trainers"]]
+        assert (code, [r["rank"] for r in status["lost_ranks"]]) == (ExitCode.OK, [1])
 
 
 async def test_a_trainer_agent_refuses_what_is_not_its_own(tmp_path: Path) -> None:

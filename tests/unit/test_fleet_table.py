@@ -66,6 +66,23 @@ def trainers() -> list[operator_pb2.TrainerView]:
         operator_pb2.TrainerView(
             trainer_id="trainer-2", model="policy", term=1, rank_count=2, lease_expire_time=at(-60), left=True
         ),
+        operator_pb2.TrainerView(
+            trainer_id="trainer-3",
+            model="policy",
+            term=2,
+            rank_count=4,
+            connected=True,
+            lease_expire_time=at(9),
+            status=fleet_pb2.TrainerStatus(
+                term=2,
+                step=6,
+                phase="train",
+                lost_ranks=[
+                    fleet_pb2.LostRank(rank=2, cause="process 71 ended"),
+                    fleet_pb2.LostRank(rank=0, cause="it closed the connection"),
+                ],
+            ),
+        ),
     ]
 
 

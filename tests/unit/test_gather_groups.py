@@ -12,7 +12,8 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from controlplane.core.errors import PeerLost, SlotMismatch
+from controlplane import collectives
+from controlplane.core.errors import DeadlineExceeded, PeerLost, SlotMismatch
 from tests.support.eventually import eventually_blocking
 from trainer_agent.rank import gather
 from trainer_agent.rank.gather import GatherGroups
@@ -123,6 +124,41 @@ def test_a_rank_that_goes_away_ends_what_the_others_wait_for(tmp_path: Path) -> 
     assert isinstance(waiting.exception(), PeerLost)
     assert time.monotonic() - started < PROMPTLY
     ranks[0].close()
+
+
+def test_a_rank_that_never_comes_is_waited_for_until_the_joins_limit_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gather, "JOIN_SECONDS", 0.2)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"gather_group: waited 0\.2 s for the slot of e0"):
+        groups(tmp_path, 1)[0].prepare(plan([0, 1]), nothing)
+    assert 0.2 <= time.monotonic() - started < PROMPTLY
+
+
+def test_a_rank_that_stops_in_the_middle_of_an_exchange_is_given_up_at_the_operations_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(collectives, "OPERATION_SECONDS", 0.5)
+    ranks = prepared(tmp_path, plan([0, 1]), 2)
+    started = time.monotonic()
+    with pytest.raises(PeerLost, match="a rank of the slot of e0"):
+        ranks[0].merge([0, 1], b"h", b"c", nothing)
+    assert 0.4 <= time.monotonic() - started < PROMPTLY
+    for g in ranks:
+        g.close()
+
+
+def test_an_operation_that_outlives_its_own_limit_is_given_up_by_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collectives, "OPERATION_SECONDS", 0.1)
+    monkeypatch.setattr(collectives, "GRACE_SECONDS", 0.1)
+
+    class Stuck:
+        def is_completed(self) -> bool:
+            return False
+
+    with pytest.raises(RuntimeError, match=r"did not end within 0\.2 s"):
+        collectives.end(Stuck(), nothing)
 
 
 def test_a_group_is_kept_while_its_members_are_unchanged_and_ends_with_its_slot(tmp_path: Path) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from controlplane.coordinator.happenings import AT_ONCE, KEPT, Happenings, changes
 from controlplane.coordinator.metrics import FleetMetrics
 from controlplane.core.engine_state import Hold, HoldKind, Stage
+from controlplane.core.fleet_events import TrainerReported
+from controlplane.core.fleet_records import LostRank
+from controlplane.core.versions import Term
 from tests.support.scripted_fleet import POLICY, ScriptedFleet, poisoned
 from weightplane.v1 import operator_pb2
 
@@ -62,6 +65,27 @@ def test_a_trainer_that_says_goodbye_left_and_is_no_alarm_and_one_that_falls_sil
     assert (gone.trainers[0].left, gone.trainers[0].connected) == (True, False)
     assert not [s for f in FleetMetrics(lambda: gone).collect() for s in f.samples if "trainer" in s.labels]
     assert [s for f in FleetMetrics(lambda: silent).collect() for s in f.samples if "trainer" in s.labels]
+
+
+def test_a_rank_that_died_is_told_once_and_its_next_life_begins_anew() -> None:
+    fleet = ScriptedFleet(1)
+    fleet.view()
+
+    def lose(*ranks: int) -> operator_pb2.FleetView:
+        lost = tuple(LostRank(r, f"process {r} ended") for r in ranks)
+        fleet.handle(TrainerReported(fleet.sessions["trainer"], Term(1), 3, "train", 1, lost=lost))
+        return fleet.view()
+
+    view = lose(1)
+    assert [(r.rank, r.cause) for r in view.trainers[0].status.lost_ranks] == [(1, "process 1 ended")]
+    assert (names(view)[0], view.events[0].alarming) == (("rank_lost", "trainer"), True)
+    assert view.events[0].text == "rank 1: process 1 ended"
+    again = lose(1)
+    assert names(again).count(("rank_lost", "trainer")) == 1
+    assert names(lose(1, 0)).count(("rank_lost", "trainer")) == 2
+    fleet.leave("trainer")
+    fleet.train()
+    assert not fleet.view().trainers[0].status.lost_ranks
 
 
 def test_a_trainer_that_left_and_comes_back_is_missed_again() -> None:

@@ -117,8 +117,43 @@ def test_what_is_said_of_another_push_is_no_answer_to_this_one(agent: Agent, ran
     agent.say(push_result=committed(9))
     agent.say(push_serving=rank_pb2.PushServing(sequence=9, engine_ids=["e"]))
     assert not pending.done
+    agent.say(chunk_released=rank_pb2.ChunkReleased(sequence=9, index=99))
+    pending.read(VERSION, 0)
+    with pytest.raises(DeadlineExceeded, match="nobody to read its memory any more"):
+        pending.released(0.05)
+
+
+def test_memory_of_two_chunks_is_free_when_the_agent_has_read_the_last_and_before_the_decision(
+    agent: Agent, rank: TrainerRank, settled: list[tuple[bool, bool]]
+) -> None:
+    pending = begun(agent, rank, 1)
+    pending.read(VERSION, 3)
+    agent.say(chunk_released=rank_pb2.ChunkReleased(sequence=1, index=2))
     with pytest.raises(DeadlineExceeded):
         pending.released(0.05)
+    agent.say(chunk_released=rank_pb2.ChunkReleased(sequence=1, index=3))
+    pending.released()
+    assert not pending.done
+    assert pending.so_far().status == "UNDECIDED"
+    assert settled == [], "INV-12: the next push takes it only after the decision"
+    agent.say(push_result=committed(1))
+    assert pending.so_far().status == "COMMITTED"
+
+
+def test_inv_12_memory_that_engines_read_is_free_only_with_the_decision(agent: Agent, rank: TrainerRank) -> None:
+    pending = begun(agent, rank, 1)
+    pending.read(VERSION, None)
+    agent.say(chunk_released=rank_pb2.ChunkReleased(sequence=1, index=99))
+    with pytest.raises(DeadlineExceeded):
+        pending.released(0.05)
+    agent.say(push_result=committed(1))
+    pending.released()
+
+
+def test_a_rank_that_sent_nothing_has_no_memory_to_wait_for(agent: Agent, rank: TrainerRank) -> None:
+    pending = begun(agent, rank, 1)
+    pending.released(0.0)
+    assert not pending.done
 
 
 @pytest.mark.parametrize(("retry", "notes"), [(True, 1), (False, 0)])

@@ -12,7 +12,10 @@ from controlplane.cli.updates import find
 from controlplane.cli.updates_table import render_updates, seconds_of, updates_json
 from controlplane.cli.watch_screen import event_line, fresh, render_watch
 from controlplane.cli.why_text import render_why, waits, why_json
+from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Stage
+from controlplane.core.fleet_records import LostRank
+from controlplane.core.versions import Term
 from tests.support.golden import assert_golden
 from tests.support.scripted_fleet import ScriptedFleet, poisoned, two_hundred, updating
 from weightplane.v1 import fleet_pb2, operator_pb2
@@ -75,6 +78,16 @@ def test_inv8_of_a_silent_engine_nothing_is_said_but_its_silence() -> None:
     view = fleet.view()
     (said,) = [w for w in waits(view, view.updates[0], seconds_of(view.time)) if w.who == "engine-1"]
     assert (said.what, said.seconds) == ("silent, UNKNOWN", 0.0)
+
+
+def test_an_open_update_whose_trainer_lost_a_rank_says_which() -> None:
+    fleet = ScriptedFleet(1)
+    fleet.begin(1)
+    lost = (LostRank(1, "process 71 ended"),)
+    fleet.handle(events.TrainerReported(fleet.sessions["trainer"], Term(1), 1, "push", 1, lost=lost))
+    view = fleet.view()
+    trainer, _ = waits(view, view.updates[0], seconds_of(view.time))
+    assert str(trainer) == "trainer: it lost rank 1 (process 71 ended), and ends the push"
 
 
 def test_a_decided_update_waits_for_nobody() -> None:

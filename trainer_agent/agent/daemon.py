@@ -1,8 +1,9 @@
 """The trainer agent: the one process of a trainer's node that speaks gRPC, between its ranks and the fleet.
 
 Promises: it holds the lease for as long as its set of ranks lives, by heartbeats from its own loop; a rank that
-dies in mid-push ends that push for all at once, and nothing of it is committed; when the coordinator says that a
-later term was given, every rank hears `fenced` (INV-7). Segments of dead ranks are swept.
+dies is told to the coordinator in that moment, and in mid-push it ends that push for all at once, and nothing of it is
+committed; when the coordinator says that a later term was given, every rank hears `fenced` (INV-7). Segments of dead
+ranks are swept.
 
 Refuses ranks of several lives at once: a set that lost a rank is over, and the next one has an incarnation of its own.
 """
@@ -187,6 +188,8 @@ class TrainerAgent:
             return
         assert ranks.lost is not None, "the set just lost a rank"
         log.info("rank_gone", rank=rank.rank, cause=cause, left=len(ranks.members))
+        if not rank.left:
+            self._status_changed()
         if self._pusher is not None:
             self._pusher.fail(ranks.lost)
         elif not rank.left:

@@ -17,6 +17,10 @@ from trainer_agent.transports import sends
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
+MAX_LOST_RANKS = 64
+"""As many a status names: the first is the cause of the others, as a rule."""
+MAX_CAUSE_LENGTH = 1024
+
 
 class RankSet:
     """One life of the set of ranks."""
@@ -124,7 +128,15 @@ class RankSet:
             phase=phase[:64],
             progress=self.progress,
             holds_devices=self.holds_devices,
+            lost_ranks=[
+                fleet_pb2.LostRank(rank=rank, cause=cause[:MAX_CAUSE_LENGTH]) for rank, cause in self._lost_ranks()
+            ],
         )
+
+    def _lost_ranks(self) -> list[tuple[int, str]]:
+        """Who ended without leaving, and how."""
+        lost = [(rank, cause) for rank, (connection, cause) in self.gone.items() if not connection.left]
+        return lost[:MAX_LOST_RANKS]
 
     def hello(self, run_id: str, trainer_id: str, chunk_bytes: int, link_host: str = "") -> fleet_pb2.TrainerHello:
         """Who this complete set is, and what it will send."""

@@ -24,7 +24,7 @@ from trainer_agent.rank.inbox import Inbox
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.links import Links
-from trainer_agent.rank.memory import COPIED_BYTES, ExportMemory, RingMemory, WholeMemory, ring_bytes
+from trainer_agent.rank.memory import COPIED_BYTES, NOTHING, ExportMemory, RingMemory, WholeMemory, ring_bytes
 from trainer_agent.rank.senders import make_sender
 from trainer_agent.rank.senders.delta import DeltaSender, Difference, difference_of
 from trainer_agent.rank.senders.port import Announcer, Content, Means, Sender
@@ -88,6 +88,9 @@ class Feed:
         self._patience = patience
         self._inbox = Inbox(link, sequence, patience)
         self._senders: list[Sender] = []
+        self.unread: int | None = NOTHING
+        """Last chunk of this rank's memory that the agent has still to read, once everything was exported. NOTHING:
+        nobody reads any of it. None: the push's result says when nobody does (INV-12)."""
 
     def run(self, plan: rank_pb2.PushPlan, layout: Layout, tensors: Tensors, times: Times) -> None:
         """Export everything and bring it on its way. A rank without a part only takes part in the iteration.
@@ -108,7 +111,7 @@ class Feed:
                 drain(times.source(tensors))
 
     def _export(self, plan: rank_pb2.PushPlan, layout: Layout, parts: list[Part], tensors: Tensors) -> None:
-        whole = keeps_whole(plan, self._rank)
+        whole, self.unread = keeps_whole(plan, self._rank), None
         layed_out = chunks_of(layout, plan.chunk_bytes, parts, whole=whole)
         segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
         difference = difference_of(self._held.segments, parts, segment, layout, layed_out, plan.chunk_bytes)
@@ -127,6 +130,7 @@ class Feed:
                 failpoints.hit("rank.between_chunks", chunk.index)
         self._held.exported = weight_update_pb2.Base(version=plan.version, content_digest=exporter.content_digest)
         self._finish(Content(len(layed_out.chunks), exporter.byte_count, exporter.content_digest), parts)
+        self.unread = None if whole else self._unread(parts, len(layed_out.chunks) - 1)
 
     def answer(self, kind: str, waited_for: str) -> rank_pb2.RankResponse:
         """The agent's next message of `kind`; see `Inbox.answer`."""
@@ -138,6 +142,13 @@ class Feed:
             return self.answer("push_result", "the agent to end the push").push_result
         except WeightplaneError:
             return None
+
+    def _unread(self, parts: list[Part], last: int) -> int | None:
+        """Of a ring: what goes by links has arrived, but for one that was lost with something on its way."""
+        if self._held.links.busy or not all(p.traits.by_agent or p.traits.by_link for p in parts):
+            return None
+        copied = any(p.traits.by_agent for p in parts)
+        return last if copied and self._inbox.released < last else NOTHING
 
     def _memory(self, plan: SegmentPlan, segment: Segment, *, whole: bool) -> ExportMemory:
         return WholeMemory(plan, segment.memory) if whole else RingMemory(plan, segment.memory, self._wait_free)

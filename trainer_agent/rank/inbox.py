@@ -26,7 +26,7 @@ class Inbox:
         self._link = link
         self._sequence = sequence
         self._patience = patience
-        self._released = -1
+        self.released = -1
         """Every chunk up to this one was read by the agent."""
 
     def check(self) -> None:
@@ -47,7 +47,7 @@ class Inbox:
 
     def wait_released(self, index: int) -> None:
         """Return when the agent has read chunk `index` (INV-12). Raises PushEnded, DeadlineExceeded."""
-        while self._released < index:
+        while self.released < index:
             self.answer("chunk_released", f"the agent to have read chunk {index}")
 
     def _take(self, message: rank_pb2.RankResponse, kind: str | None) -> str:
@@ -56,7 +56,7 @@ class Inbox:
         if got not in ANSWERS or getattr(message, got).sequence != self._sequence:
             return ""
         if got == "chunk_released":
-            self._released = max(self._released, message.chunk_released.index)
+            self.released = max(self.released, message.chunk_released.index)
         if got == "push_result" and kind != got:
             raise PushEnded(message.push_result)
         return got

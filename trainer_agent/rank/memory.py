@@ -16,6 +16,8 @@ RING_CHUNKS = 2
 COPIED_BYTES = 16 * 1024 * 1024
 """Of a chunk that the agent copies out of a ring, at most: what was just written is still in the processor's cache when
 it is read, and of 64 MiB it is not."""
+NOTHING = -1
+"""In place of the number of a chunk that somebody reads."""
 
 
 class Place(Protocol):

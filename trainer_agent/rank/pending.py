@@ -5,7 +5,8 @@
     report = pending.applied()
 
 Promises: every wait has a deadline and is heard to its end, whatever else the agent says meanwhile; the push's own
-memory is settled in the moment that its result is read, and not before (INV-12). Nothing here runs by itself: what
+memory is settled in the moment that its result is read, and not before (INV-12), though `released` may be said earlier,
+where this rank kept two chunks only and the agent has read the last of them. Nothing here runs by itself: what
 the agent said is read when it is asked for.
 """
 
@@ -17,8 +18,10 @@ from collections.abc import Callable
 from controlplane.core.errors import DeadlineExceeded, WeightplaneError
 from trainer_agent import wire
 from trainer_agent.rank.link import Patience, RankLink
-from trainer_agent.rank.report import PushReport, failure_of, report_of
+from trainer_agent.rank.memory import NOTHING
+from trainer_agent.rank.report import PushReport, failure_of, report_of, undecided
 from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import version_pb2
 
 HEALS = "nobody waited for this push, so it is not repeated: the next one brings whole weights to every engine"
 
@@ -45,6 +48,9 @@ class PendingPush:
         self._started = time.monotonic()
         self._took = 0.0
         self._served: rank_pb2.PushServing | None = None
+        self._unread: int | None = None
+        """As `Feed.unread`."""
+        self._version = version_pb2.WeightVersion()
         self.result: rank_pb2.PushResult | None = None
         """The agent's answer, once it was read."""
         self.told = False
@@ -57,15 +63,23 @@ class PendingPush:
         return self.result is not None
 
     def released(self, timeout: float | None = None) -> None:
-        """Wait until nobody reads this push's memory any more. Says nothing of how it ended.
+        """Wait until nobody reads this push's memory any more. Says nothing of how it ends, or ended.
 
-        The weights themselves may change since `push_async` returned; this is the copy of them.
+        The weights themselves may change since `push_async` returned; this is the copy of them. Where engines or a
+        checkpoint read a whole version here (shared memory, deltas) that is when the fleet decided; of bytes that were
+        sent (inline, broadcast) it is when they were.
 
         Raises:
             DeadlineExceeded: not within `timeout` seconds (None: the rank's `push_timeout`).
             StaleTerm, PeerLost: the session is over.
         """
-        self.decided(self._patience(timeout))
+        self._until(lambda: self._free, self._patience(timeout), "push", "nobody to read its memory any more")
+
+    def so_far(self) -> PushReport:
+        """As `applied` if the fleet has decided; else a report that says UNDECIDED. Raises as `applied`."""
+        if self.done:
+            return self.applied(0)
+        return undecided(self._version, self.step, time.monotonic() - self._started)
 
     def applied(self, timeout: float | None = None) -> PushReport:
         """Wait until the fleet decided.
@@ -111,7 +125,19 @@ class PendingPush:
         if message.HasField("push_serving") and message.push_serving.sequence == self.sequence:
             self._served = message.push_serving
             return True
+        if message.HasField("chunk_released") and message.chunk_released.sequence == self.sequence:
+            if self._unread is not None and message.chunk_released.index >= self._unread:
+                self._unread = NOTHING
+            return True
         return False
+
+    @property
+    def _free(self) -> bool:
+        return self.result is not None or self._unread == NOTHING
+
+    def read(self, version: version_pb2.WeightVersion, unread: int | None) -> None:
+        """This rank's weights were read, and will be that version. `unread`: as `Feed.unread`."""
+        self._version, self._unread = version, unread
 
     def end(self, result: rank_pb2.PushResult) -> None:
         """The answer. The first counts."""

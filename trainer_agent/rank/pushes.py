@@ -110,6 +110,7 @@ class Pushes:
         try:
             plan = feed.answer("push_plan", "every rank to push, and the coordinator's plan").push_plan
             self._carry_out(feed, plan, patience)
+            pending.read(plan.version, feed.unread)
         except PushEnded as ended:
             pending.end(ended.result)
         except BaseException:
@@ -141,7 +142,7 @@ class Pushes:
     def _take_aside(self, message: rank_pb2.RankResponse) -> bool:
         """What the agent says of a push whose weights were read is kept for whoever holds it."""
         kind = message.WhichOneof("message")
-        if kind not in ("push_result", "push_serving"):
+        if kind not in ("push_result", "push_serving", "chunk_released"):
             return False
         pending = self._asked.get(getattr(message, kind).sequence)
         return pending is not None and pending.take(message)

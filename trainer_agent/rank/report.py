@@ -11,21 +11,23 @@ from controlplane.core.versions import WeightVersion
 from controlplane.rpc.codec import version_from_proto
 from trainer_agent import wire
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import engine_pb2, fleet_pb2
+from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2
 
 log = structlog.get_logger(__name__)
 
+UNDECIDED = "UNDECIDED"
 _STATUS = {fleet_pb2.UPDATE_PHASE_COMMITTED: "COMMITTED", fleet_pb2.UPDATE_PHASE_DEGRADED: "DEGRADED"}
 
 
 @dataclass(frozen=True, slots=True)
 class PushReport:
-    """A push that the fleet committed."""
+    """A push that the fleet committed, unless `status` says that it is not decided yet."""
 
     version: WeightVersion
     step: int
     status: str
-    """COMMITTED, or DEGRADED: not every required engine holds it."""
+    """COMMITTED, or DEGRADED: not every required engine holds it. Of a push that waited for `released` alone also
+    UNDECIDED: its memory was free before the fleet decided, and nothing else is known."""
     outcomes: dict[str, str] = field(default_factory=dict)
     """What became of each engine, by its own report (INV-9): APPLIED, LOST, or another stage and its reason."""
     changed: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -63,6 +65,11 @@ def report_of(result: rank_pb2.PushResult, step: int, seconds: float, serving: t
     for name in report.unchanged:
         log.warning("nothing_changed", engine_id=name, tensors=changed[name][1], version=str(report.version), step=step)
     return report
+
+
+def undecided(version: version_pb2.WeightVersion, step: int, seconds: float) -> PushReport:
+    """Of a push that the fleet has not decided yet."""
+    return PushReport(version_from_proto(version), step, UNDECIDED, seconds=seconds)
 
 
 def _verified(verification: engine_pb2.Verification.ValueType) -> str:

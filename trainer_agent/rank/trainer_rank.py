@@ -140,7 +140,8 @@ class TrainerRank:
         Args:
             step: The trainer's step whose weights these are; equal on all ranks, as `wait` is.
             wait: `applied`: until the fleet decided. `serving`: until an engine takes requests under the version.
-                `released`: until this rank's memory is free; then nothing is repeated.
+                `released`: until this rank's memory is free, which may be before the decision: then the report's status
+                is UNDECIDED, and nothing is repeated.
             check: Wait for `serving`, and then have every engine that applied the version asked what it holds.
             reference: What this trainer's own model says of a prompt under these weights: an engine that says something
                 else after its install is poisoned (CANARY_FAILED), and serves nothing. On one rank, or equal on all.
@@ -159,7 +160,7 @@ class TrainerRank:
         if wait == "released" and not check:
             pending = self.push_async(step, reference=reference, pause=pause)
             pending.released()
-            return pending.applied(0)
+            return pending.so_far()
         return self._push(options)
 
     def push_async(

@@ -3,8 +3,8 @@
 Promises: names and shapes are stated once, from what parameters declare, never from how much memory they have just
 now. A parameter under two names is one tensor and a tie. Sharded parameters (FSDP2's `fully_shard`, tensor parallelism
 by DTensor) are gathered one at a time, whole, on every rank: then iteration is a collective over their meshes, whose
-process groups' own timeouts bound it. FSDP2's parameters are taken as they are stored, not as they are computed with.
-Buffers are not weights, and are left out.
+process groups' own timeouts bound it, and no deadline of ours. FSDP2's parameters are taken as they are stored, not as
+they are computed with. Buffers are not weights, and are left out.
 
 Refuses FSDP1, whose parameters are parts of flat ones. Refuses, before the first tensor is yielded, parameters that
 came, went, changed shape or dtype, or whose memory was taken away (offloading) since the source was made.

@@ -72,11 +72,13 @@ function trainerFigure(trainer, now) {
   const left = (millis(trainer.lease_expire_time) - now) / 1000;
   const lease = left > 0 || trainer.left ? "" : `; lease expired ${age(-left)} ago`;
   const step = trainer.status.step === undefined ? "" : `step ${trainer.status.step} `;
+  const [lost] = trainer.connected ? trainer.status.lost_ranks || [] : [];
+  const doing = lost ? `lost rank ${lost.rank}` : trainer.status.phase || "joined";
   return {
     label: trainer.trainer_id,
-    value: trainer.connected ? `${step}${trainer.status.phase || "joined"}` : trainer.left ? "left" : "not connected",
+    value: trainer.connected ? `${step}${doing}` : trainer.left ? "left" : "not connected",
     note: `${trainer.rank_count ? `${trainer.rank_count} ranks, ` : ""}term ${trainer.term}${lease}`,
-    look: !trainer.connected && !trainer.left,
+    look: lost !== undefined || (!trainer.connected && !trainer.left),
   };
 }
 

@@ -353,6 +353,7 @@ class TrainerStatus(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
     HOLDS_DEVICES_FIELD_NUMBER: _builtins.int
+    LOST_RANKS_FIELD_NUMBER: _builtins.int
     term: _builtins.int
     """Its term."""
     step: _builtins.int
@@ -363,6 +364,12 @@ class TrainerStatus(_message.Message):
     """Grows whenever step or phase moved on any rank; what renews the lease."""
     holds_devices: _builtins.bool
     """Engines on the ranks' devices sleep for this trainer now: nobody else wakes, heals or restarts them."""
+    @_builtins.property
+    def lost_ranks(self) -> _containers.RepeatedCompositeFieldContainer[Global___LostRank]:
+        """Ranks of this life that ended without leaving, in the order in which they did; at most the first 64. Set by the trainer
+        agent in the moment that it knows. A set with any pushes no more: its next life is another incarnation. Empty: none.
+        """
+
     def __init__(
         self,
         *,
@@ -371,16 +378,45 @@ class TrainerStatus(_message.Message):
         phase: _builtins.str = ...,
         progress: _builtins.int = ...,
         holds_devices: _builtins.bool = ...,
+        lost_ranks: _abc.Iterable[Global___LostRank] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "step", b"step"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "holds_devices", b"holds_devices", "phase", b"phase", "progress", b"progress", "step", b"step", "term", b"term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_step", b"_step", "holds_devices", b"holds_devices", "lost_ranks", b"lost_ranks", "phase", b"phase", "progress", b"progress", "step", b"step", "term", b"term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
     _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
 
 Global___TrainerStatus: _TypeAlias = TrainerStatus  # noqa: Y015
+
+@_typing.final
+class LostRank(_message.Message):
+    """A rank that ended without leaving."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    CAUSE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """Global rank."""
+    cause: _builtins.str
+    """How it ended, for people."""
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int | None = ...,
+        cause: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "cause", b"cause", "rank", b"rank"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
+    _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rank) -> _WhichOneofReturnType__rank | None: ...
+
+Global___LostRank: _TypeAlias = LostRank  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):

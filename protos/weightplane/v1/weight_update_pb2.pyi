@@ -124,7 +124,7 @@ class _TransportEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Transport.V
     TRANSPORT_CHECKPOINT: _Transport.ValueType  # 3
     """A directory of safetensors files that the agent reads itself."""
     TRANSPORT_BROADCAST: _Transport.ValueType  # 4
-    """One sender broadcasts to all engines of a link: gloo between hosts without GPUs, NCCL between GPUs."""
+    """One sender broadcasts to all engines of a link, by gloo, from host memory to host memory."""
     TRANSPORT_CUDA_IPC: _Transport.ValueType  # 5
     """Device memory that the slot's ranks export to the workers on the same devices."""
 
@@ -140,7 +140,7 @@ TRANSPORT_INLINE: Transport.ValueType  # 2
 TRANSPORT_CHECKPOINT: Transport.ValueType  # 3
 """A directory of safetensors files that the agent reads itself."""
 TRANSPORT_BROADCAST: Transport.ValueType  # 4
-"""One sender broadcasts to all engines of a link: gloo between hosts without GPUs, NCCL between GPUs."""
+"""One sender broadcasts to all engines of a link, by gloo, from host memory to host memory."""
 TRANSPORT_CUDA_IPC: Transport.ValueType  # 5
 """Device memory that the slot's ranks export to the workers on the same devices."""
 Global___Transport: _TypeAlias = Transport  # noqa: Y015
