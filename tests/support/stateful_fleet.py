@@ -156,7 +156,7 @@ class CarriedFleet(RuleBasedStateMachine):
         )
         try:
             self.handle(event)
-        except e.LeaseHeld:
+        except (e.LeaseHeld, e.CoordinatorRecovering):
             return
         self.held_term, self.trainer_session = self.fleet.model(POLICY).term, session
         self.terms.append(self.held_term)
