@@ -96,6 +96,15 @@ def test_inv7_a_fenced_trainer_cannot_begin_and_its_session_is_told() -> None:
         f.trainer("t1", held=1)
 
 
+def test_inv7_a_fenced_trainers_late_word_moves_nothing_of_its_successors() -> None:
+    f, _ = two_engines()
+    zombie = f.sessions
+    f.trainer("t2", name="other", takeover=True)
+    assert f.handle(events.TrainerReported(zombie, Term(1), 9, "train", 9, holds_devices=True)) == []
+    holder = f.core.trainers[POLICY]
+    assert (holder.step, holder.progress, holder.holds_devices) == (None, 0, False)
+
+
 def test_inv7_go_outlives_a_takeover() -> None:
     f, engines = two_engines()
     update = f.begin("u1")
