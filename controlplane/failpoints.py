@@ -42,7 +42,7 @@ def hit(name: str, count: int = 0) -> None:
     except FileNotFoundError:
         return
     options = dict(w.split("=", 1) for w in words if "=" in w)
-    if count < int(options.get("after", "0")):
+    if not words or count < int(options.get("after", "0")):  # no words: its file is still being written
         return
     try:
         point.unlink()  # only one process wins the point

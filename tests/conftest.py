@@ -2,7 +2,8 @@
 
 And what a whole run proves at its end: each reason of `controlplane.core.errors` was produced by the product itself, in
 some test. A run of a part of the tests proves nothing about that, and says nothing. A whole run may be of several
-parts, each with several workers: `--reasons FILE` hands on what the parts before it came to.
+parts, each with several workers: `--reasons FILE` hands on what the parts before it came to. The part with the proof in
+it is then the last one: it fails if any module was left out, rather than prove nothing in silence.
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ produced: dict[str, str] = {}
 """By reason: the module of the product that raised it first."""
 _took_part: set[str] = set()
 """Modules of tests of this run's earlier parts, and of this one."""
+_EXCUSED = ("pytest.mark.slow", "pytest.mark.deploy")
+"""What a module that `make test` leaves out says of itself."""
+left_out: list[str] = []
+"""Modules that no part of a run that should be whole took, and that say nothing which excuses them."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,16 +92,21 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The proof comes last, and only where every module takes part."""
+    """The proof comes last, and only where every module takes part, or should have."""
     last = [item for item in items if item.name == _LAST]
     rest = [item for item in items if item.name != _LAST]
-    here = {item.path for item in rest}
-    _took_part.update(str(path) for path in here)
-    here |= {Path(name) for name in _took_part}
-    every = set(_TESTS.rglob("test_*.py"))
-    slow = {path for path in every if path not in here and "pytest.mark.slow" in path.read_text()}
-    whole = here | slow | {item.path for item in last} >= every and not config.option.keyword
-    items[:] = rest + (last if whole else [])
+    _took_part.update(str(item.path) for item in rest)
+    absent = _absent({Path(name) for name in _took_part} | {item.path for item in last})
+    meant_whole = config.getoption("reasons") is not None
+    if last and meant_whole:
+        left_out.extend(absent)
+    whole = not absent and not config.option.keyword
+    items[:] = rest + (last if whole or meant_whole else [])
+
+
+def _absent(here: set[Path]) -> list[str]:
+    missing = sorted(set(_TESTS.rglob("test_*.py")) - here)
+    return [str(path) for path in missing if not any(mark in path.read_text() for mark in _EXCUSED)]
 
 
 @pytest.fixture(scope="module", autouse=True)

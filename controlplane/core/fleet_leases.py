@@ -43,6 +43,7 @@ def connected(book: Book, event: TrainerConnected, now: float) -> list[Effect]:
     for _, error in _misfits(book, event):
         raise error
     _check_takeover(holder, event, now)
+    book.check_recovered()  # INV-7: an engine that was not heard yet may know that this term was given before
     return _give(book, model, holder, event, now)
 
 
@@ -56,12 +57,13 @@ def _misfits(book: Book, event: TrainerConnected) -> Iterator[tuple[EngineRecord
 
 
 def _resume(book: Book, holder: TrainerRecord, event: TrainerConnected, now: float) -> list[Effect]:
-    """The same life on a new connection. An engine that came meanwhile and does not fit is sent away."""
+    """The same life on a new connection, which is no progress. An engine that came meanwhile and does not fit is sent
+    away."""
     if holder.ranks != event.ranks:
         book.plan_revision += 1
     holder.session, holder.ranks, holder.left = event.session, event.ranks, False
     holder.transports, holder.load = event.transports, event.load
-    _renew(book, holder, now)
+    _renew_while_it_moves(book, holder, now)
     effects: list[Effect] = [Welcome(event.session, holder.term), ViewChanged()]
     for record, error in _misfits(book, event):
         assert record.session is not None, "connected"
@@ -124,8 +126,7 @@ def reported(book: Book, event: TrainerReported, now: float) -> list[Effect]:
         return []
     if event.progress > holder.progress:
         holder.progress, holder.progressed_at = event.progress, now
-    if now - holder.progressed_at <= book.settings.step_limit_seconds:
-        _renew(book, holder, now)
+    _renew_while_it_moves(book, holder, now)
     before, said = _shown(holder), _shown(event)
     holder.step, holder.phase, holder.holds_devices, holder.lost = said
     holder.devices_unknown = False
@@ -145,8 +146,9 @@ def presume_devices_free(book: Book, now: float) -> None:
             holder.holds_devices &= holder.session is not None
 
 
-def _renew(book: Book, holder: TrainerRecord, now: float) -> None:
-    holder.expires_at = now + book.settings.lease_ttl_seconds
+def _renew_while_it_moves(book: Book, holder: TrainerRecord, now: float) -> None:
+    if now - holder.progressed_at <= book.settings.step_limit_seconds:
+        holder.expires_at = now + book.settings.lease_ttl_seconds
 
 
 def ended(holder: TrainerRecord, now: float, *, goodbye: bool) -> list[Effect]:

@@ -59,9 +59,6 @@ PROCESSES = {
 }
 """Short names, as on the command line, and how the table calls them."""
 
-STOPPED = ("leader", "trainer", "engine", "vllm", "coordinator")
-"""Who is also stopped for a while and then continued."""
-
 
 class Blow(Enum):
     KILL = "kill -9"
@@ -127,8 +124,7 @@ def cells(only: str = "") -> list[Cell]:
     Raises:
         ValueError: it names none.
     """
-    whole = [Cell(phase, process, Blow.KILL) for phase in PHASES for process in PROCESSES]
-    whole += [Cell(phase, process, Blow.STOP) for phase in PHASES for process in STOPPED]
+    whole = [Cell(phase, process, blow) for blow in Blow for phase in PHASES for process in PROCESSES]
     phase, process, blow = [*only.split(":"), "", ""][:3]
     blows = {"stop": {Blow.STOP}, "": {Blow.KILL} if process else set(Blow)}.get(blow, set())
     chosen = [c for c in whole if phase in ("", c.phase.name) and process in ("", c.process) and c.blow in blows]

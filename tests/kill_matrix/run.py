@@ -156,6 +156,12 @@ async def run_all_deaths(todo: Sequence[Death], directory: Path) -> list[Dying]:
     return found
 
 
+def chosen(only: str) -> tuple[Sequence[Cell], Sequence[Death]]:
+    """What `--only` names; nothing: everything. Raises ValueError: it names nothing."""
+    group = only.partition(":")[0] == GROUP
+    return ([] if group else cells(only)), (deaths(only) if group or not only else ())
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="PHASE[:PROCESS[:stop]], a part may be empty; or deaths[:NAME]")
@@ -165,8 +171,7 @@ def main() -> int:
     )
     given = parser.parse_args()
     try:
-        dying = deaths(given.only) if given.only.partition(":")[0] in ("", GROUP) else ()
-        todo = cells(given.only) if given.only.partition(":")[0] != GROUP else []
+        todo, dying = chosen(given.only)
     except ValueError as error:
         parser.error(str(error))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the fleet is ended then too

@@ -21,7 +21,8 @@ Commands that look or act end with 0 only if what was asked is so: `weightplane 
 """
 TAIL = """
 A supervisor must never restart 66: a fenced trainer that is started again would be fenced again, or fence its
-successor. The units in `deploy/systemd` say so (`RestartPreventExitStatus=`).
+successor. The units in `deploy/systemd` say so (`RestartPreventExitStatus=`), and the
+trainer's command in `deploy/kubernetes` stays down by itself.
 
 This page is made from `controlplane/exit_codes.py`
 (`WEIGHTPLANE_UPDATE_GOLDEN=1 pytest tests/unit/test_exit_codes.py`).

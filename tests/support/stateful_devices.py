@@ -79,6 +79,7 @@ class SharedFleet(CarriedFleet):
         """The agent and its engine die; the coordinator hears it now or when its successor comes."""
         agent = self.agents[name]
         session = agent.session
+        self.leave_behind(agent)
         agent.restart()
         if session is not None and self.ids % 2:
             self.handle(fe.SessionEnded(session, goodbye=False))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from copy import copy
+from dataclasses import dataclass
+
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
 
 from controlplane.core import engine_events as ee
 from controlplane.core import errors as e
@@ -14,9 +17,19 @@ from controlplane.core.fleet import FleetCore, FleetSettings
 from controlplane.core.fleet_records import UpdateBegan
 from controlplane.core.plan import EnginePlace, RankPlace
 from controlplane.core.update_transaction import Phase
-from controlplane.core.versions import DeviceUuid, Incarnation, Rank, Term, TrainerId, UpdateId
+from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, TrainerId, UpdateId
 from controlplane.ledger import MemoryLedger
 from tests.support.stateful_agent import DEVICES, NAMES, POLICY, RUN, TTL, Agent, digest_of
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """A report in a session that its agent left."""
+
+    name: str
+    session: int
+    state: EngineState
+    gate: bool
 
 
 class CarriedFleet(RuleBasedStateMachine):
@@ -32,6 +45,8 @@ class CarriedFleet(RuleBasedStateMachine):
         self.terms: list[int] = []
         self.held_term = 0
         self.trainer_session = 0
+        self.old_trainers: list[tuple[int, int]] = []
+        """Sessions that another trainer's hello ended, with their terms."""
         self.progress = 0
         self.begun: list[UpdateBegan] = []
         self.contents: dict[int, int] = {}
@@ -39,6 +54,8 @@ class CarriedFleet(RuleBasedStateMachine):
         self.carries: list[tuple[fx.Carry, int]] = []
         """With the coordinator's term when they began."""
         self.said: dict[str, tuple[EngineState, bool]] = {}
+        self.late: list[Late] = []
+        """On their way in sessions that their agents left, or died in."""
         self.fleet: FleetCore
         self.restart_coordinator()
 
@@ -78,7 +95,13 @@ class CarriedFleet(RuleBasedStateMachine):
         return digest_of(self.contents[number])
 
     def cut(self, agent: Agent) -> None:
+        self.leave_behind(agent)
         agent.session = None
+
+    def leave_behind(self, agent: Agent) -> None:
+        """What it said in its session may arrive late."""
+        if agent.session is not None:
+            self.late += [Late(agent.name, agent.session, *report) for report in agent.reports]
         agent.reports.clear()
 
     def tell(self, agent: Agent) -> None:
@@ -97,6 +120,8 @@ class CarriedFleet(RuleBasedStateMachine):
         self.fleet = FleetCore(FleetSettings(RUN, lease_ttl_seconds=TTL), self.ledger.open(RUN), self.now)
         for agent in self.agents.values():
             self.cut(agent)
+        self.late.clear()  # connections end with the process that they led to
+        self.old_trainers.clear()
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 11.0, 130.0]))
     def time_goes_by(self, seconds: float) -> None:
@@ -110,7 +135,7 @@ class CarriedFleet(RuleBasedStateMachine):
         agent = self.agents[name]
         state, gate = agent.core.state, agent.core.gate_open
         place = EnginePlace(state.engine_id, state.incarnation, f"{name}:1", "host", (DeviceUuid(DEVICES[name]),))
-        agent.reports.clear()
+        self.leave_behind(agent)
         session = agent.session = self.next_id()
         self.said[name] = (state, gate)
         core = agent.core
@@ -144,6 +169,25 @@ class CarriedFleet(RuleBasedStateMachine):
             self.cut(agent)
             self.handle(fe.SessionEnded(session, goodbye=False))
 
+    @precondition(lambda self: self.late)
+    @rule(index=st.integers(0, 30))
+    def a_late_word_arrives(self, index: int) -> None:
+        """Of a session that was left: after what was said in later ones. One session's words keep their order."""
+        chosen = self.late[index % len(self.late)].session
+        word = next(late for late in self.late if late.session == chosen)
+        self.late.remove(word)
+        record = self.fleet.engines.get(EngineId(word.name))
+        if record is not None and record.session == word.session:  # its end was not heard yet
+            self.said[word.name] = (word.state, word.gate)
+        self.handle(fe.EngineReported(word.session, word.state, word.gate))
+
+    @precondition(lambda self: self.late)
+    @rule(index=st.integers(0, 30))
+    def a_sessions_end_is_heard_late(self, index: int) -> None:
+        session = self.late[index % len(self.late)].session
+        self.late = [late for late in self.late if late.session != session]
+        self.handle(fe.SessionEnded(session, goodbye=False))
+
     # ---- trainers ----
 
     @rule(takeover=st.booleans())
@@ -156,10 +200,21 @@ class CarriedFleet(RuleBasedStateMachine):
         )
         try:
             self.handle(event)
-        except e.LeaseHeld:
+        except (e.LeaseHeld, e.CoordinatorRecovering):
             return
+        if self.trainer_session:
+            self.old_trainers.append((self.trainer_session, self.held_term))
         self.held_term, self.trainer_session = self.fleet.model(POLICY).term, session
         self.terms.append(self.held_term)
+
+    @precondition(lambda self: self.old_trainers)
+    @rule(index=st.integers(0, 30), ends=st.booleans())
+    def a_fenced_trainers_word_arrives_late(self, index: int, ends: bool) -> None:
+        session, term = self.old_trainers[index % len(self.old_trainers)]
+        before = copy(self.fleet.trainers.get(POLICY))
+        late = fe.TrainerReported(session, Term(term), 99, "train", 10**6, holds_devices=True)
+        self.handle(fe.SessionEnded(session, goodbye=True) if ends else late)
+        assert self.fleet.trainers.get(POLICY) == before, "INV-7"
 
     @rule()
     def publish(self) -> None:

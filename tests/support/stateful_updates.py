@@ -150,11 +150,11 @@ class UpdatedFleet(SharedFleet):
     @rule(steps=st.integers(1, 8))
     def push(self, steps: int) -> None:
         """A new update, as far as `steps` brings it on every engine."""
-        if not self.terms:
-            self.a_trainer_comes(takeover=True)
         for name in self.agents:
             if self.agents[name].session is None:
                 self.connect(name)
+        if not self.terms:
+            self.a_trainer_comes(takeover=True)
         self.everybody_wakes()
         self.publish()
         for _ in range(steps if self.begun else 0):

@@ -31,6 +31,14 @@ def test_a_point_fires_once_and_not_before_its_count(points: Path) -> None:
     failpoints.hit("a.point", 2)
 
 
+def test_a_point_whose_file_is_not_written_yet_is_left_to_be_armed(points: Path) -> None:
+    (points / "a.point").touch()
+    failpoints.hit("a.point")
+    (points / "a.point").write_text("raise")
+    with pytest.raises(failpoints.Injected):
+        failpoints.hit("a.point")
+
+
 def test_a_hold_says_that_it_was_reached_and_goes_on_when_let_go(points: Path) -> None:
     (points / "a.point").write_text("hold")
     held = threading.Thread(target=failpoints.hit, args=("a.point",))

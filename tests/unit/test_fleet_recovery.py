@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from controlplane.core.fleet_book import MAX_UPDATES_KEPT
 from controlplane.core.fleet_records import REQUEST_ID_SECONDS, FloorRaised, FrozenServed
 from controlplane.core.plan import EnginePlace
 from controlplane.core.versions import FROZEN, DeviceUuid, EngineId, Incarnation, ModelName, Term, UpdateId
-from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
 
 DIGEST = b"c" * 32
 
@@ -53,6 +54,39 @@ def test_an_older_ledger_gives_neither_terms_nor_numbers(seen: dict[str, int]) -
     assert f.core.model(POLICY).term == 0
     f.pass_time(100 * TTL)
     assert f.core.recovering, "time alone mends nothing"
+
+
+def test_inv7_no_term_is_given_while_engines_that_may_know_it_are_still_awaited() -> None:
+    f, _ = two_engines()
+    backup = copy.deepcopy(f.ledger)
+    f.trainer("t2", name="successor", takeover=True)  # term 2, of which the copy knows nothing
+    again = Fleet(backup)
+    with pytest.raises(e.CoordinatorRecovering):
+        again.trainer("t3", name="asks first", takeover=True)
+    assert again.core.model(POLICY).term == 1
+    again.handle(hello(1, "e0", term=2, coordinator_term=1))
+    again.trainer("t3", name="asks again", takeover=True)
+    assert closed_with(again, e.LedgerRegressed)
+    with pytest.raises(e.LedgerRegressed):
+        again.begin("u", term=2)
+
+
+def test_a_lease_is_given_once_the_engines_were_heard_or_had_their_time() -> None:
+    f, _ = two_engines()
+    heard, silent = Fleet(copy.deepcopy(f.ledger)), Fleet(copy.deepcopy(f.ledger))
+    heard.engine("e0")
+    heard.engine("e1")
+    silent.pass_time(TTL)
+    for again in (heard, silent):
+        again.trainer("t2", ended="t1")
+        assert again.core.model(POLICY).term == 2
+
+
+def test_a_lease_that_the_ledger_knows_is_resumed_while_engines_are_awaited() -> None:
+    f, _ = two_engines()
+    again = Fleet(f.ledger)
+    session = again.trainer("t1", held=1)
+    assert fx.Welcome(session, Term(1)) in again.effects
 
 
 def test_an_engine_that_obeys_a_later_coordinator_is_not_welcomed() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tests.kill_matrix.deaths import DEATHS
 from tests.kill_matrix.matrix import (
     HEAL_SECONDS,
     PHASES,
     PROCESSES,
-    STOPPED,
     VLLM_HEAL_SECONDS,
     Backend,
     Blow,
@@ -18,18 +18,25 @@ from tests.kill_matrix.matrix import (
     document,
     table,
 )
+from tests.kill_matrix.run import chosen
 
 
-def test_every_phase_meets_every_process() -> None:
-    assert len(cells()) == len(PHASES) * (len(PROCESSES) + len(STOPPED))
+def test_every_process_is_killed_and_stopped_at_every_phase() -> None:
+    assert len({cell.name for cell in cells()}) == len(cells()) == len(PHASES) * len(PROCESSES) * len(Blow)
 
 
 @pytest.mark.parametrize(
     ("only", "count"),
-    [("mid_install", 11), ("mid_install:engine", 1), ("mid_install:engine:stop", 1), (":vllm", 10)],
+    [("mid_install", 12), ("mid_install:engine", 1), ("mid_install:rank:stop", 1), (":vllm", 10)],
 )
 def test_a_part_is_named_by_phase_process_and_blow(only: str, count: int) -> None:
     assert len(cells(only)) == count
+
+
+def test_without_a_name_everything_is_tried_and_a_part_is_of_cells_or_of_deaths() -> None:
+    assert chosen("") == (cells(), DEATHS)
+    assert chosen("deaths") == ([], DEATHS)
+    assert chosen(":rank:stop") == (cells(":rank:stop"), ())
 
 
 def test_a_cell_is_found_by_its_own_name() -> None:
@@ -48,7 +55,7 @@ def test_only_a_real_engine_that_must_start_anew_is_given_its_time() -> None:
     assert set(limits.values()) == {HEAL_SECONDS}
 
 
-@pytest.mark.parametrize("only", ["nowhere", "mid_install:nobody", "mid_install:rank:stop"])
+@pytest.mark.parametrize("only", ["nowhere", "mid_install:nobody", "mid_install:rank:pause"])
 def test_a_name_of_nothing_is_refused(only: str) -> None:
     with pytest.raises(ValueError, match="no cell"):
         cells(only)

@@ -1,8 +1,9 @@
 """FleetCore, EngineCore and MemoryLedger together, under any order of what may happen to them.
 
-Hypothesis chooses: publish, ack, nack, lose, double and hold back reports, crash, restart, pause, take over, wake a
-zombie, sleep and wake, take and give devices, drain, keep checkpoints, catch up, roll back. After each step the claims
-are compared with what really lies in the engines and on the ledger.
+Hypothesis chooses: publish, ack, nack, lose, double, hold back and reorder reports (one session's words keep their
+order, as a stream's do; an old session's come after a new one's), crash, restart, pause, take over, wake a zombie,
+sleep and wake, take and give devices, drain, keep checkpoints, catch up, roll back. After each step the claims are
+compared with what really lies in the engines and on the ledger.
 """
 
 from __future__ import annotations

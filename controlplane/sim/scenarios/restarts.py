@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from controlplane.core import fleet_events as fe
 from controlplane.core.update_transaction import Phase
 from controlplane.ledger import MemoryLedger
@@ -10,6 +12,7 @@ from controlplane.sim.scenarios.stage import (
     expect,
     go_on,
     next_update,
+    nothing,
     pass_time,
     rest,
     scenario,
@@ -176,6 +179,31 @@ def an_older_copy_of_the_ledger_with_an_update_that_went_go(world: World) -> Non
     _put_back(world, backup)
     _stays_recovering(world)
     _accept(world)
+    world.settle()
+
+
+@scenario()
+def a_takeover_asks_an_older_copy_of_the_ledger_before_engines_that_know_a_later_term(world: World) -> None:
+    """The copy's next term is one that a stopped trainer has. Nobody is given it: a lease waits for the engines."""
+    serve(world)
+    backup = world.coordinator.ledger.copy()
+    zombie = team(world).new_trainer(takeover=True)
+    world.run_until(lambda: zombie.pushed > 0, 30.0, "engines know its term")
+    zombie.pause()
+    for agent in world.agents.values():
+        agent.on_death = nothing
+    _put_back(world, backup)
+    asks, before = team(world).new_trainer(takeover=True), world.coverage.reasons["COORDINATOR_RECOVERING"]
+    world.run_until(lambda: world.coverage.reasons["COORDINATOR_RECOVERING"] > before, 10.0, "it is told to wait")
+    expect(world, world.coordinator.ledger.kept.terms[POLICY] < zombie.term, "no term was given")
+    for agent in world.agents.values():
+        agent.on_death = partial(world.supervisor.restart, agent)
+        agent.start()
+    _stays_recovering(world)
+    _accept(world)
+    zombie.resume()
+    world.run_until(lambda: zombie.fenced and asks.pushed > 0, 30.0, "the zombie is fenced, the new one pushes")
+    expect(world, asks.term > zombie.term, f"{asks.term} follows {zombie.term}")
     world.settle()
 
 

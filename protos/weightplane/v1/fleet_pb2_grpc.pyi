@@ -47,8 +47,9 @@ class FleetStub:
 
     Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
     loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
-    wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
-    end); WRONG_INCARNATION (a newer life of this engine said hello); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
+    wait for the seconds named, or take over); COORDINATOR_RECOVERING (UNAVAILABLE: to a trainer that asks for a new
+    term before the engines were heard; again soon); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again);
+    STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must end); WRONG_INCARNATION (a newer life of this engine said hello); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
     Reconnect after UNAVAILABLE and CANCELLED.
     """
     BeginUpdate: _grpc.UnaryUnaryMultiCallable[_fleet_pb2.BeginUpdateRequest, _fleet_pb2.BeginUpdateResponse]
@@ -119,8 +120,9 @@ class FleetAsyncStub(FleetStub):
 
     Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
     loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
-    wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
-    end); WRONG_INCARNATION (a newer life of this engine said hello); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
+    wait for the seconds named, or take over); COORDINATOR_RECOVERING (UNAVAILABLE: to a trainer that asks for a new
+    term before the engines were heard; again soon); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again);
+    STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must end); WRONG_INCARNATION (a newer life of this engine said hello); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
     Reconnect after UNAVAILABLE and CANCELLED.
     """
     BeginUpdate: _aio.UnaryUnaryMultiCallable[_fleet_pb2.BeginUpdateRequest, _fleet_pb2.BeginUpdateResponse]  # type: ignore[assignment]
@@ -194,8 +196,9 @@ class FleetServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: WRONG_RUN, INCOMPATIBLE_NODE, ENGINE_MISFIT, MODEL_FROZEN, VERSION_CONFLICT (a frozen model's engines
         loaded different weights) (FAILED_PRECONDITION, ALREADY_EXISTS: fix the set-up); LEASE_HELD (ABORTED:
-        wait for the seconds named, or take over); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again); STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must
-        end); WRONG_INCARNATION (a newer life of this engine said hello); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
+        wait for the seconds named, or take over); COORDINATOR_RECOVERING (UNAVAILABLE: to a trainer that asks for a new
+        term before the engines were heard; again soon); LEDGER_REGRESSED (UNAVAILABLE: a person must act, then again);
+        STALE_TERM (FAILED_PRECONDITION: this trainer was fenced and must end); WRONG_INCARNATION (a newer life of this engine said hello); INVALID_MESSAGE, FRAME_OUT_OF_ORDER.
         Reconnect after UNAVAILABLE and CANCELLED.
         """
 
