@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from controlplane.core import errors as e
+from controlplane.core.sample_spans import ABORTED, is_cut
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId
 from controlplane.rollout.choosing import Search
-from controlplane.rollout.engine_errors import CUT
 from controlplane.rollout.sample import Assembly, Delta, Ending, Sample
 from controlplane.rpc.codec import pin_to_proto, sampling_to_proto
 from weightplane.v1 import rollout_pb2
@@ -79,14 +79,14 @@ class Ask(Search):
     def cut(self, delta: Delta) -> bool:
         """Whether a last delta is not the caller's last: the engine ended it for its own sake, and another goes on."""
         ending = delta.ending
-        if ending is None or ending.finish_reason != "abort" or ending.stop_reason not in CUT:
+        if ending is None or not is_cut(ending.finish_reason, ending.stop_reason):
             return False
         return self.on_loss != "fail" and len(self.assembly.tokens) < self.sampling.max_tokens
 
     def ended_by_caller(self) -> Delta:
         """The last delta of one that waited for an engine when its caller ended it."""
         self.assembly.begin_part()
-        return Delta(EngineId(""), (), (), None, Ending("abort", "aborted", (), len(self.prompt), 0))
+        return Delta(EngineId(""), (), (), None, Ending("abort", ABORTED, (), len(self.prompt), 0))
 
     def _full(self) -> Delta | None:
         """All tokens had come, only the word that it was the end had not."""

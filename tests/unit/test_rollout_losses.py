@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from controlplane.core import errors as e
-from controlplane.core.sample_spans import Span
+from controlplane.core.sample_spans import ABORTED, PAUSED, POISONED, UPDATING, Span
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId, Incarnation
 from controlplane.rollout.blocking import BlockingRolloutClient
@@ -92,16 +92,18 @@ async def test_a_restarted_sample_has_nothing_of_the_lost_one(world: World) -> N
     assert list(engine.requests[1].prompt_token_ids) == PROMPT
 
 
-async def test_a_sample_that_an_engine_cut_for_an_update_goes_on(world: World) -> None:
+@pytest.mark.parametrize("why", [PAUSED, UPDATING, POISONED, "", "error"])
+async def test_a_sample_that_its_caller_did_not_end_goes_on_whatever_cut_it(world: World, why: str) -> None:
+    """A server behind an agent ends requests without a word, and vLLM says `error`."""
     await world.start(on_loss="resume")
-    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=why))
     world.fleet.publish(await world.engine("a", first_then(cut, REST)))
     assert (await world.client.generate(PROMPT, FOUR)).tokens == (5, 6, 7, 8)
 
 
 async def test_a_sample_that_its_caller_aborted_is_not_taken_up_again(world: World) -> None:
     await world.start(on_loss="resume")
-    aborted = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="aborted"))
+    aborted = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=ABORTED))
     engine = await world.engine("a", aborted)
     world.fleet.publish(engine)
     sample = await world.client.generate(PROMPT, FOUR)
@@ -111,7 +113,7 @@ async def test_a_sample_that_its_caller_aborted_is_not_taken_up_again(world: Wor
 
 async def test_a_cut_sample_that_was_handed_out_goes_on_as_a_prefix(world: World) -> None:
     await world.start()
-    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=PAUSED))
     world.fleet.publish(await world.engine("a", first_then(cut, REST)))
     partial = await world.client.generate(PROMPT, FOUR)
     assert (partial.tokens, partial.finish_reason) == ((5, 6), "abort")
@@ -122,7 +124,7 @@ async def test_a_cut_sample_that_was_handed_out_goes_on_as_a_prefix(world: World
 
 async def test_a_prefix_is_no_reason_to_give_up_at_the_first_engine_that_declines(world: World) -> None:
     await world.start()
-    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=PAUSED))
     declines = refuses(e.EngineNotReady(engine_id="a", holds="operator"))
     world.fleet.publish(await world.engine("a", first_then(cut, first_then(declines, REST))))
     partial = await world.client.generate(PROMPT, FOUR)
