@@ -1,8 +1,8 @@
 """One request of a caller, over all engines that it is tried on, and what is asked of the next one after a loss.
 
-`resume` goes on at another engine from the tokens that came: they are the end of its prompt, so what it draws next has
-the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart from the
-prompt (presence and frequency penalties): such a request is refused beforehand.
+`resume` and `prefix` go on at another engine from the tokens that came: they are the end of its prompt, so what it draws
+next has the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart from
+the prompt (penalties, stop strings, grammars): such a request is refused beforehand.
 """
 
 from __future__ import annotations
@@ -22,6 +22,20 @@ from weightplane.v1 import rollout_pb2
 
 OnLoss = Literal["resume", "restart", "fail"]
 """What becomes of a sample whose engine went away, or cut it for an update, once it has tokens."""
+BLIND = frozenset(
+    {
+        "allowed_token_ids",
+        "flat_logprobs",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "routed_experts_prompt_start",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+)
+"""Fields of vLLM's, given by name, that draw a token without a look at those before it. Of any other name nobody here
+knows that."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,11 +113,20 @@ class Ask(Search):
         return Delta(EngineId(""), (), (), None, ending)
 
 
-def check_recovery(sampling: SamplingSettings, on_loss: OnLoss) -> None:
+def unresumable(sampling: SamplingSettings) -> list[str]:
+    """The fields that would begin anew in the middle of a sample, whose tokens so far are an engine's prompt."""
+    own = [name for name in ("presence_penalty", "frequency_penalty") if getattr(sampling, name)]
+    extra = [name for name, value in sampling.extra.items() if value is not None and value != []]
+    return own + [f"extra.{name}" for name in extra if name not in BLIND]
+
+
+def check_recovery(sampling: SamplingSettings, on_loss: OnLoss, prefix: Sample | None) -> None:
     """Raises InvalidRequest."""
-    if on_loss == "resume" and (sampling.presence_penalty or sampling.frequency_penalty):
-        problem = "a sample with presence or frequency penalty cannot be resumed: its tokens would count as prompt"
-        raise e.InvalidRequest(field="on_loss", problem=problem)
+    goes_on = prefix is not None and len(prefix.tokens) > 0
+    names = unresumable(sampling) if goes_on or on_loss == "resume" else []
+    if names:
+        problem = f"a sample with {', '.join(names)} cannot go on from its tokens: they would count as prompt"
+        raise e.InvalidRequest(field="prefix" if goes_on else "on_loss", problem=problem)
 
 
 def prefixed(assembly: Assembly, prefix: Sample | None) -> Assembly:

@@ -281,7 +281,7 @@ class RolloutClient:
         if sampling.n != 1:
             raise e.InvalidRequest(field="sampling.n", problem="one sample at a time; generate_batch makes several")
         recovery = on_loss or self._on_loss
-        check_recovery(sampling, recovery)
+        check_recovery(sampling, recovery, prefix)
         now = time.monotonic()
         limit = self._deadline_seconds if deadline_seconds is None else deadline_seconds
         patience = min(limit, self._wait_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
@@ -186,11 +187,47 @@ async def test_an_engine_that_cannot_be_told_of_an_end_ends_what_it_has_by_going
     assert len(engine.requests) == 1
 
 
-async def test_what_cannot_be_resumed_or_taken_back_is_refused_beforehand(world: World) -> None:
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("frequency_penalty", {"frequency_penalty": 0.5}),
+        ("extra.structured_outputs", {"extra": {"structured_outputs": {"regex": "a+"}}}),
+        ("extra.bad_words", {"extra": {"bad_words": ["no", "never"]}}),
+        ("extra.thinking_token_budget", {"extra": {"thinking_token_budget": 0}}),
+        ("extra.repetition_detection", {"extra": {"repetition_detection": {"max_pattern_size": 2}}}),
+        ("extra.stop", {"extra": {"stop": "\n", "logit_bias": {"3": 1.0}}}),
+        ("extra.of_a_later_vllm", {"extra": {"of_a_later_vllm": True}}),
+    ],
+)
+async def test_what_would_begin_anew_in_mid_sample_is_refused_before_an_engine_is_asked(
+    world: World, field: str, settings: dict[str, Any]
+) -> None:
     await world.start()
-    penalised = SamplingSettings(max_tokens=4, presence_penalty=0.5)
-    with pytest.raises(e.InvalidRequest, match="cannot be resumed"):
-        await world.client.generate(PROMPT, penalised, on_loss="resume")
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=PAUSED))
+    engine = await world.engine("a", cut)
+    world.fleet.publish(engine)
+    sampling = SamplingSettings(max_tokens=4, **settings)
+    with pytest.raises(e.InvalidRequest, match=rf"^on_loss: a sample with {field} cannot go on"):
+        await world.client.generate(PROMPT, sampling, on_loss="resume")
+    partial = await world.client.generate(PROMPT, sampling, on_loss="fail")
+    with pytest.raises(e.InvalidRequest, match=rf"^prefix: a sample with {field} cannot go on"):
+        await world.client.generate(PROMPT, sampling, prefix=partial)
+    assert len(engine.requests) == 1
+
+
+async def test_what_looks_at_no_token_before_may_be_resumed(world: World) -> None:
+    await world.start(on_loss="resume")
+    engine = await world.engine("a", first_then(DIED, REST))
+    world.fleet.publish(engine)
+    blind = {"logit_bias": {"3": 1.0}, "allowed_token_ids": [5, 6, 7, 8], "stop": [], "bad_words": None}
+    settings = SamplingSettings(max_tokens=4, repetition_penalty=1.5, min_tokens=2, extra=blind)
+    assert (await world.client.generate(PROMPT, settings)).tokens == (5, 6, 7, 8)
+    assert engine.requests[1].sampling.extra == engine.requests[0].sampling.extra
+
+
+async def test_what_was_handed_out_is_not_taken_back(world: World) -> None:
+    await world.start()
     with pytest.raises(e.InvalidRequest, match="cannot be restarted"):
         await anext(world.client.stream(PROMPT, FOUR, on_loss="restart"))
 
