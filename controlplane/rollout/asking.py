@@ -1,8 +1,8 @@
 """One request of a caller, over all engines that it is tried on, and what is asked of the next one after a loss.
 
-`resume` and `prefix` go on at another engine from the tokens that came: they are the end of its prompt, so what it draws
-next has the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart from
-the prompt (penalties, stop strings, grammars): such a request is refused beforehand.
+`resume` and `prefix` go on at another engine from the tokens that came: they are the end of its prompt, so what it
+draws next has the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart
+from the prompt (penalties, stop strings, grammars): such a request is refused beforehand.
 """
 
 from __future__ import annotations

@@ -124,9 +124,7 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
     if getattr(args, "rollout_all_samples_process_path", None) is not None:
         raise InvalidRequest(field="args.rollout_all_samples_process_path", problem="it has no place here")
     if args.partial_rollout and args.rollout_stop:
-        problem = (
-            "a string that lies across the cut would be missed; use rollout_stop_token_ids, or no partial rollouts"
-        )
+        problem = "a string that lies across the cut would be missed; use rollout_stop_token_ids, or whole rollouts"
         raise InvalidRequest(field="args.rollout_stop", problem=problem)
     with ThreadPoolExecutor(1) as thread:  # a loop of its own, whether or not one runs here
         return thread.submit(asyncio.run, _rolled_out(args, Rollout(args, rollout_id, data_source, generate))).result()

@@ -207,7 +207,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def extra(self) -> _struct_pb2.Struct:
-        """Any other field of vLLM's SamplingParams, by its name. An engine that does not know it refuses it by name."""
+        """Any other field of vLLM's SamplingParams, by its name. An engine that does not know it refuses it by name, and so does one
+        without a tokenizer where text is looked for (`stop`, `bad_words`). Tokens of a stop string are the sample's.
+        """
 
     def __init__(
         self,
