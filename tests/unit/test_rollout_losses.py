@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,10 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core.sample_spans import ABORTED, PAUSED, POISONED, UPDATING, Span
 from controlplane.core.sampling import SamplingSettings
-from controlplane.core.versions import EngineId, Incarnation
+from controlplane.core.versions import EngineId, Incarnation, RunId
 from controlplane.rollout.blocking import BlockingRolloutClient
 from controlplane.rollout.policies import BySession, PowerOfTwo
-from controlplane.rollout.routing import Route, RoutingTable
+from controlplane.rollout.routing import Route, Routes, RoutingTable
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import Script, finish, hangs, refuses, says, tokens, version
 from tests.support.rollout_world import PROMPT, World
@@ -302,3 +303,28 @@ def test_of_two_at_random_the_less_loaded_is_asked() -> None:
     engines = [route("a"), route("b")]
     with table.asking(engines[0]):
         assert {policy.choose(engines, table, "").engine_id for _ in range(20)} == {"b"}
+
+
+# ---- room ---------------------------------------------------------------------------------------
+
+
+def told(table: RoutingTable, live_requests: int) -> Route:
+    """What the coordinator says of an engine that runs two requests at once."""
+    heard = replace(route("a"), live_requests=live_requests, max_requests=2)
+    table.replace(Routes(RunId("run-a"), 1, (heard,), (version(1),)))
+    return heard
+
+
+def test_an_engine_that_others_fill_has_no_room() -> None:
+    table = RoutingTable()
+    assert not table.has_room(told(table, 2))
+    assert table.has_room(told(table, 1))
+
+
+def test_own_requests_that_an_engine_reports_are_not_taken_for_others() -> None:
+    table = RoutingTable()
+    with table.asking(told(table, 0)):
+        assert table.has_room(told(table, 1)), "the one that it reports is this client's"
+        full = told(table, 2)
+        assert not table.has_room(full), "one is this client's, the other somebody else's"
+    assert table.has_room(full), "somebody else's is left"
