@@ -17,6 +17,7 @@ OWN_ARGUMENTS = frozenset(
         "skip_tokenizer_init",
         "logprobs_mode",
         "scheduling_policy",
+        "stream_interval",
         "data_parallel_size",
     }
 )

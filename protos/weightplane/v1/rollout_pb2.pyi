@@ -118,7 +118,9 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Pin(_message.Message):
-    """Which versions may begin a sample. Judged by the engine alone, from what it holds (INV-2: never assigned)."""
+    """Which versions may begin a sample. Accepted by the engine alone, from what it holds (INV-2: never assigned); whoever chooses
+    engines by their routes may only refuse earlier, or pass over one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
