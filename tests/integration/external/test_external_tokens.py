@@ -120,7 +120,7 @@ async def test_a_stop_string_is_looked_for_where_the_server_has_a_tokenizer(
     without = await attach()
     with pytest.raises(InvalidRequest, match=r"sampling\.extra\.stop: the engine has no tokenizer loaded"):
         await anext(without.generate("r2", [1, 2], asked))
-    running = asyncio.ensure_future(consume(without, "r3"))  # type: ignore[assignment]
+    running = asyncio.ensure_future(consume(without, "r3"))
     await eventually(lambda: "r3" in server.streams)
     running.cancel()
     assert not server.posted("/inference/v1/generate")[-1]["sampling_params"]["detokenize"]
