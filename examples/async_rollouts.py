@@ -46,7 +46,7 @@ class Account:
     """Stretches in which samples were in flight, on this machine's monotonic clock."""
     lags: Counter[int]
     """Tokens trained on, by how many commits they were behind the learner."""
-    dropped: Counter[tuple[str, int]]
+    dropped: Counter[tuple[str, int | None]]
     """Samples, by reason and version."""
 
 

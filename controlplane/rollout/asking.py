@@ -1,8 +1,8 @@
 """One request of a caller, over all engines that it is tried on, and what is asked of the next one after a loss.
 
-`resume` goes on at another engine from the tokens that came: they are the end of its prompt, so what it draws next has
-the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart from the
-prompt (presence and frequency penalties): such a request is refused beforehand.
+`resume` and `prefix` go on at another engine from the tokens that came: they are the end of its prompt, so what it
+draws next has the distribution that it would have had. It cannot have it where sampling looks at generated tokens apart
+from the prompt (penalties, stop strings, grammars): such a request is refused beforehand.
 """
 
 from __future__ import annotations
@@ -12,16 +12,30 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from controlplane.core import errors as e
+from controlplane.core.sample_spans import ABORTED, is_cut
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId
 from controlplane.rollout.choosing import Search
-from controlplane.rollout.engine_errors import CUT
 from controlplane.rollout.sample import Assembly, Delta, Ending, Sample
 from controlplane.rpc.codec import pin_to_proto, sampling_to_proto
 from weightplane.v1 import rollout_pb2
 
 OnLoss = Literal["resume", "restart", "fail"]
 """What becomes of a sample whose engine went away, or cut it for an update, once it has tokens."""
+BLIND = frozenset(
+    {
+        "allowed_token_ids",
+        "flat_logprobs",
+        "include_stop_str_in_output",
+        "logit_bias",
+        "routed_experts_prompt_start",
+        "skip_reading_prefix_cache",
+        "skip_special_tokens",
+        "spaces_between_special_tokens",
+    }
+)
+"""Fields of vLLM's, given by name, that draw a token without a look at those before it. Of any other name nobody here
+knows that."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -79,14 +93,14 @@ class Ask(Search):
     def cut(self, delta: Delta) -> bool:
         """Whether a last delta is not the caller's last: the engine ended it for its own sake, and another goes on."""
         ending = delta.ending
-        if ending is None or ending.finish_reason != "abort" or ending.stop_reason not in CUT:
+        if ending is None or not is_cut(ending.finish_reason, ending.stop_reason):
             return False
         return self.on_loss != "fail" and len(self.assembly.tokens) < self.sampling.max_tokens
 
     def ended_by_caller(self) -> Delta:
         """The last delta of one that waited for an engine when its caller ended it."""
         self.assembly.begin_part()
-        return Delta(EngineId(""), (), (), None, Ending("abort", "aborted", (), len(self.prompt), 0))
+        return Delta(EngineId(""), (), (), None, Ending("abort", ABORTED, (), len(self.prompt), 0))
 
     def _full(self) -> Delta | None:
         """All tokens had come, only the word that it was the end had not."""
@@ -99,11 +113,20 @@ class Ask(Search):
         return Delta(EngineId(""), (), (), None, ending)
 
 
-def check_recovery(sampling: SamplingSettings, on_loss: OnLoss) -> None:
+def unresumable(sampling: SamplingSettings) -> list[str]:
+    """The fields that would begin anew in the middle of a sample, whose tokens so far are an engine's prompt."""
+    own = [name for name in ("presence_penalty", "frequency_penalty") if getattr(sampling, name)]
+    extra = [name for name, value in sampling.extra.items() if value is not None and value != []]
+    return own + [f"extra.{name}" for name in extra if name not in BLIND]
+
+
+def check_recovery(sampling: SamplingSettings, on_loss: OnLoss, prefix: Sample | None) -> None:
     """Raises InvalidRequest."""
-    if on_loss == "resume" and (sampling.presence_penalty or sampling.frequency_penalty):
-        problem = "a sample with presence or frequency penalty cannot be resumed: its tokens would count as prompt"
-        raise e.InvalidRequest(field="on_loss", problem=problem)
+    goes_on = prefix is not None and len(prefix.tokens) > 0
+    names = unresumable(sampling) if goes_on or on_loss == "resume" else []
+    if names:
+        problem = f"a sample with {', '.join(names)} cannot go on from its tokens: they would count as prompt"
+        raise e.InvalidRequest(field="prefix" if goes_on else "on_loss", problem=problem)
 
 
 def prefixed(assembly: Assembly, prefix: Sample | None) -> Assembly:

@@ -71,9 +71,10 @@ class RolloutClient:
         Without `run_id` the client works for whatever run the coordinator leads. `policy`: which of the engines gets a
         request (`LeastLoaded`, `PowerOfTwo`, `BySession`). `on_loss`: what becomes of a sample with tokens whose
         engine goes away, or that an engine cut for an update: `resume` it at another engine from the tokens that it
-        has, `restart` it, or `fail`: raise, or hand out what was cut. `include_kept`: samples with `exact_version` may
-        go to engines that stay at that version while the fleet moves on (`weightplane engines keep`). `tls`: how the
-        client proves who it is (role rollout), by a certificate or a token.
+        has (refused beforehand where sampling looks at what was sampled: penalties, stop strings, …), `restart` it, or
+        `fail`: raise, or hand out what was cut. `include_kept`: samples with `exact_version` may go to engines that
+        stay at that version while the fleet moves on (`weightplane engines keep`). `tls`: how the client proves who it
+        is (role rollout), by a certificate or a token.
         """
         self._coordinator = coordinator
         self._model = ModelName(model)
@@ -281,7 +282,7 @@ class RolloutClient:
         if sampling.n != 1:
             raise e.InvalidRequest(field="sampling.n", problem="one sample at a time; generate_batch makes several")
         recovery = on_loss or self._on_loss
-        check_recovery(sampling, recovery)
+        check_recovery(sampling, recovery, prefix)
         now = time.monotonic()
         limit = self._deadline_seconds if deadline_seconds is None else deadline_seconds
         patience = min(limit, self._wait_seconds)

@@ -7,15 +7,11 @@ import time
 import grpc
 
 from controlplane.core import errors as e
+from controlplane.core.sample_spans import VERSION_CHANGED, is_cut
 from controlplane.core.versions import EngineId
 from controlplane.rollout.choosing import Search
 from controlplane.rollout.routing import Route
 from controlplane.rpc.errors import RemoteError, from_rpc_error
-
-CUT = frozenset({"paused", "poisoned", "updating"})
-"""Stop reasons of samples that their engine ended for its own sake; what a caller aborted has none of them."""
-ABORTED = "aborted"
-"""Stop reason of samples that a caller ended by name."""
 
 ELSEWHERE_MAY_DO = (
     e.VersionUnavailable,
@@ -50,8 +46,8 @@ def nothing_came(
 ) -> e.WeightplaneError | None:
     """An engine that ends a sample before its first token has lost nothing of it: another one may do it, unless its
     caller ended it."""
-    if finish_reason == "version_changed":
+    if finish_reason == VERSION_CHANGED:
         return e.VersionChanged(request_id=request_id)
-    if finish_reason == "abort" and stop_reason != ABORTED:
+    if is_cut(finish_reason, stop_reason):
         return e.EngineNotReady(engine_id=engine_id, holds="it aborted the request before its first token")
     return None

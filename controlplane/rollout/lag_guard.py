@@ -58,8 +58,9 @@ class LagGuard:
     policy: LagPolicy = "drop"
     admitted: int = 0
     """Samples."""
-    dropped: Counter[tuple[str, int]] = field(default_factory=Counter)
-    """Samples, by reason (`lag`; `group`: one of its group was) and number of the oldest version in them."""
+    dropped: Counter[tuple[str, int | None]] = field(default_factory=Counter)
+    """Samples, by reason (`lag`; `empty`: aborted before its first token; `group`: one of its group was dropped) and
+    number of the oldest version in them, which an empty one does not have."""
     masked_tokens: Counter[int] = field(default_factory=Counter)
     """By version number."""
     lags: Counter[int] = field(default_factory=Counter)
@@ -71,6 +72,9 @@ class LagGuard:
         `pending_commits`: pushes of the learner that the fleet has not committed yet. Its weights are ahead of the
         fleet's by so many, and a sample is behind the learner by so many more.
         """
+        if not sample.spans:
+            self._drop(sample, "empty")
+            return None
         lags = self._lags(sample, pending_commits)
         late = [span for span, lag in zip(sample.spans, lags, strict=True) if lag > self.max_lag]
         if late and self.policy == "raise":
@@ -89,12 +93,13 @@ class LagGuard:
         return [each for each in admitted if each is not None]
 
     def admit_group(self, samples: Sequence[Sample], *, pending_commits: int = 0) -> list[Admitted] | None:
-        """All of them or none, where rewards are compared within a group. None: one lagged too far; all are counted."""
+        """All of them or none, where rewards are compared within a group. None: one lagged too far, or is
+        empty; all are counted."""
         late = [s for s in samples if self._would_drop(s, pending_commits)]
         if not late:
             return self.admit_all(samples, pending_commits=pending_commits)
         for sample in samples:
-            self._drop(sample, "lag" if sample in late else "group")
+            self._drop(sample, ("lag" if sample.spans else "empty") if sample in late else "group")
         return None
 
     def may_begin(self, version: WeightVersion, *, pending_commits: int = 1) -> bool:
@@ -106,12 +111,14 @@ class LagGuard:
 
     def _would_drop(self, sample: Sample, pending_commits: int) -> bool:
         lags = self._lags(sample, pending_commits)
-        if self.policy == "raise" or not lags:
+        if not lags:
+            return True
+        if self.policy == "raise":
             return False
         return (max if self.policy == "drop" else min)(lags) > self.max_lag
 
     def _drop(self, sample: Sample, reason: str) -> None:
-        self.dropped[reason, min(span.version.number for span in sample.spans)] += 1
+        self.dropped[reason, min((span.version.number for span in sample.spans), default=None)] += 1
 
     def _count(self, sample: Sample, lags: tuple[int, ...], late: list[Span]) -> None:
         self.admitted += 1

@@ -43,6 +43,8 @@ class ServerFacts:
     keeps: bool
     """It has the package's routes: it tells which tokens are out, so requests can be kept over an install."""
     likeness: str
+    tokenizer: bool
+    """It loaded the model's."""
 
 
 async def wait_for_server(settings: ExternalSettings, engine_id: str) -> None:
@@ -111,6 +113,7 @@ async def read_facts(server: Server, settings: ExternalSettings) -> ServerFacts:
         prefix_cache=bool(config["cache_config"]["enable_prefix_caching"]),
         keeps=await _has_our_routes(server),
         likeness=likeness,
+        tokenizer=not model.get("skip_tokenizer_init", False),
     )
 
 

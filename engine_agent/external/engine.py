@@ -73,11 +73,11 @@ class ExternalEngine:
         except CheckpointError as error:
             raise EngineDied(self._engine_id, str(error)) from error
         server = self._server_or_none = Server(self._settings.url, self._engine_id, self._on_death)
-        self._streams_or_none = Streams(server, server.llm.receipts.label_of)
         try:
             await wait_for_server(self._settings, self._engine_id)
             found = await self._ask(read_facts(server, self._settings), "what the server is")
             server.world_size, self._keeps = found.world_size, found.keeps
+            self._streams_or_none = Streams(server, server.llm.receipts.label_of, tokenizer=found.tokenizer)
             uuids = await self._ask(devices_of(server, self._settings), "the workers' devices")
             expected = expected_of(tensors, model, found.dtype)
             kind = IpcInstaller if self._settings.transfer == "ipc" else Installer

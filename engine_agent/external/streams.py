@@ -30,8 +30,10 @@ FLOOR = -9999.0
 class Streams:
     """The live requests of one engine."""
 
-    def __init__(self, server: Server, label_of: Callable[[str], str]) -> None:
+    def __init__(self, server: Server, label_of: Callable[[str], str], *, tokenizer: bool) -> None:
+        """`tokenizer`: the server has one."""
         self._server = server
+        self._tokenizer = tokenizer
         self._label_of = label_of
         self._live: dict[str, int] = {}
         self._tasks: dict[str, asyncio.Future[Any]] = {}
@@ -62,7 +64,7 @@ class Streams:
         if sampling.prompt_logprobs and sampling.max_tokens > 1:
             raise InvalidRequest("sampling.prompt_logprobs", "a server streams none: with max_tokens 1 only")
         if sampling.extra:
-            await asyncio.to_thread(_check_extra, sampling.extra)
+            await asyncio.to_thread(_check_extra, sampling.extra, self._tokenizer)
         self._live[request_id] = 0
         try:
             body = request_body(request_id, prompt, sampling, salt)
@@ -151,7 +153,7 @@ def request_body(request_id: str, prompt: Sequence[int], sampling: SamplingSetti
         "frequency_penalty": sampling.frequency_penalty,
         "repetition_penalty": sampling.repetition_penalty,
         "prompt_logprobs": 0 if sampling.prompt_logprobs else None,
-        "detokenize": False,
+        "detokenize": bool(sampling.extra.get("stop")),
         **sampling.extra,
     }
     body = {"request_id": request_id, "token_ids": list(prompt), "priority": sampling.priority}
@@ -189,8 +191,8 @@ async def _require_accepted(answer: aiohttp.ClientResponse, request_id: str) -> 
         raise RequestAborted(request_id=request_id)
 
 
-def _check_extra(given: Mapping[str, Any]) -> None:
-    """Raises InvalidRequest: the server would drop an unknown name in silence."""
+def _check_extra(given: Mapping[str, Any], tokenizer: bool) -> None:
+    """Raises InvalidRequest: the server would drop an unknown name in silence, and text that it cannot look for."""
     from engine_agent.vllm.streams import checked_extra  # imports vLLM
 
-    checked_extra(given)
+    checked_extra(given, tokenizer=tokenizer)

@@ -17,6 +17,7 @@ from controlplane.core import engine_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Life, Residency
 from controlplane.core.errors import DeadlineExceeded, EngineAsleep, EngineNotReady, some
 from controlplane.core.pauses import PauseMode, PausePolicy
+from controlplane.core.sample_spans import PAUSED
 from controlplane.rpc.tasks import to_the_end
 from engine_agent.life.engine_life import EngineLife
 
@@ -73,4 +74,4 @@ async def _pause(life: EngineLife, owner: str, how: PausePolicy) -> int:
         return 0
     async with life.gate.standing_still():
         resumed = operator not in life.core.state.holds  # its owner's word came while an install was waited for
-        return 0 if resumed else len(life.requests.abort(why="paused"))
+        return 0 if resumed else len(life.requests.abort(why=PAUSED))

@@ -20,6 +20,7 @@ from controlplane.core.engine_state import LETS_FINISH, EngineState, HoldKind, P
 from controlplane.core.engine_update import Update
 from controlplane.core.errors import CanaryFailed
 from controlplane.core.pauses import PauseMode, PausePolicy
+from controlplane.core.sample_spans import UPDATING
 from controlplane.tracing import Phases
 from engine_agent.engine import InstallReport
 from engine_agent.life.gate import Gate
@@ -117,7 +118,7 @@ class Install:
         ):  # found while it waited: not a token more of that (INV-4)
             self._life.requests.abort_all()
         if (pause.fallback if pause.mode is PauseMode.WAIT else pause.mode) is PauseMode.ABORT:
-            self._life.requests.abort(why="updating")
+            self._life.requests.abort(why=UPDATING)
         return time.monotonic() - began
 
     async def _put_in(self) -> InstallReport:

@@ -17,7 +17,7 @@ from functools import partial
 import structlog
 
 from controlplane.core.errors import SpanMismatch, WeightplaneError
-from controlplane.core.sample_spans import VERSION_CHANGED, Span, extend
+from controlplane.core.sample_spans import ABORTED, POISONED, VERSION_CHANGED, Span, extend
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import WeightVersion
 from engine_agent.engine import Engine, GenerationDelta, LiveRequests
@@ -196,11 +196,11 @@ class Requests:
 
     def abort_all(self) -> None:
         """Poisoned: what waited is dropped, and each request ends with the spans that it has (R4)."""
-        self.abort(why="poisoned")
+        self.abort(why=POISONED)
 
-    def abort(self, names: Collection[str] | None = None, *, why: str = "aborted") -> list[str]:
+    def abort(self, names: Collection[str] | None = None, *, why: str = ABORTED) -> list[str]:
         """End those that their callers named so, or all: each with the spans that it has (R4). The names of those that
-        were here, one for each. `why` is their stop reason: `aborted` by their callers, `paused`, `poisoned`."""
+        were here, one for each. `why` is their stop reason, a word of `controlplane.core.sample_spans`."""
         ended = [r for r in self._live.values() if not r.ended and (names is None or r.name in names)]
         for request in ended:
             request.waiting.clear()

@@ -17,6 +17,7 @@ OWN_ARGUMENTS = frozenset(
         "skip_tokenizer_init",
         "logprobs_mode",
         "scheduling_policy",
+        "stream_interval",
         "data_parallel_size",
     }
 )
@@ -73,8 +74,8 @@ class VllmSettings:
     """For the engine's own way out, before its processes are killed. An engine has nothing that a kill would lose."""
     log_level: str = "INFO"
     load_tokenizer: bool = False
-    """Load the model's tokenizer, as the OpenAI door needs it, which sets this by itself. Rollouts are token ids either
-    way; the tokenizer's own end token then ends them too."""
+    """Load the model's tokenizer, as stop strings and the OpenAI door need it; the latter sets this by itself. Rollouts
+    are token ids either way; the tokenizer's own end token then ends them too."""
     vllm_arguments: Mapping[str, Any] = field(default_factory=dict)
     """More fields of vLLM's AsyncEngineArgs, passed through; see OWN_ARGUMENTS for those that may not be set."""
 

@@ -22,6 +22,9 @@ from engine_agent.engine import GenerationDelta
 from engine_agent.vllm.calls import Core, is_death
 from engine_agent.vllm.endings import ending
 
+NEED_A_TOKENIZER = frozenset({"stop", "bad_words"})
+"""Fields that vLLM takes without one too, and then forgets."""
+
 
 class OutputTap:
     """Stands in front of the queue from which vLLM's output handler takes what the core has sent.
@@ -139,8 +142,9 @@ class Streams:
 async def _admit(core: Core, request_id: str, prompt: Sequence[int], sampling: SamplingSettings, salt: str) -> Any:
     from vllm.inputs.engine import tokens_input
 
+    params = sampling_params(sampling, tokenizer=core.llm.tokenizer is not None)
     salted = tokens_input(list(prompt), cache_salt=salt or None)
-    return await _add(core, request_id, salted, sampling_params(sampling), {"priority": sampling.priority})
+    return await _add(core, request_id, salted, params, {"priority": sampling.priority})
 
 
 async def _admit_native(
@@ -235,33 +239,44 @@ def _scores(output: Any, stream: Stream) -> tuple[float, ...]:
     return tuple(entry[token].logprob if entry and token in entry else math.nan for token, entry in pairs)
 
 
-def sampling_params(sampling: SamplingSettings) -> Any:
-    """vLLM's object: deltas of token ids, no text."""
+def sampling_params(sampling: SamplingSettings, *, tokenizer: bool) -> Any:
+    """vLLM's object: deltas of token ids; no text is made but where a stop string is looked for. `tokenizer`: the
+    engine has one.
+
+    Raises InvalidRequest: what vLLM refuses, in its words, and what it would forget without a tokenizer.
+    """
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    return SamplingParams(
-        max_tokens=sampling.max_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=sampling.seed,
-        stop_token_ids=list(sampling.stop_token_ids),
-        ignore_eos=sampling.ignore_eos,
-        min_tokens=sampling.min_tokens,
-        logprobs=sampling.logprobs,
-        presence_penalty=sampling.presence_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        repetition_penalty=sampling.repetition_penalty,
-        prompt_logprobs=0 if sampling.prompt_logprobs else None,
-        detokenize=False,
-        output_kind=RequestOutputKind.DELTA,
-        **checked_extra(sampling.extra),
-    )
+    extra = checked_extra(sampling.extra, tokenizer=tokenizer)
+    try:
+        return SamplingParams(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            ignore_eos=sampling.ignore_eos,
+            min_tokens=sampling.min_tokens,
+            logprobs=sampling.logprobs,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty,
+            prompt_logprobs=0 if sampling.prompt_logprobs else None,
+            detokenize=bool(extra.get("stop")),
+            output_kind=RequestOutputKind.DELTA,
+            **extra,
+        )
+    except (VLLMClientError, ValueError) as error:
+        raise InvalidRequest("sampling", str(error)) from error
 
 
-def checked_extra(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields by vLLM's names, in vLLM's types. Raises InvalidRequest for a name or a value that vLLM does not have."""
+def checked_extra(given: Mapping[str, Any], *, tokenizer: bool) -> dict[str, Any]:
+    """Fields by vLLM's names, in vLLM's types. Raises InvalidRequest for a name or a value that vLLM does not have, and
+    for what it would not do without a tokenizer."""
+    from vllm.exceptions import VLLMClientError
     from vllm.sampling_params import SamplingParams
 
     hints = typing.get_type_hints(SamplingParams) if given else {}
@@ -270,8 +285,10 @@ def checked_extra(given: Mapping[str, Any]) -> dict[str, Any]:
         field = f"sampling.extra.{name}"
         if name not in hints or name.startswith("_"):
             raise InvalidRequest(field, "vLLM's SamplingParams has no such field")
+        if name in NEED_A_TOKENIZER and value and not tokenizer:
+            raise InvalidRequest(field, "the engine has no tokenizer loaded (load_tokenizer), and looks at no text")
         try:
             out[name] = msgspec.convert(value, hints[name], strict=False)
-        except (msgspec.ValidationError, TypeError) as error:
+        except (msgspec.ValidationError, VLLMClientError, TypeError, ValueError) as error:
             raise InvalidRequest(field, str(error)) from error
     return out

@@ -186,12 +186,13 @@ class CaseFleet(LocalFleet):
         return Delivery(self.stream(begun, engine_id, transport=cargo.transport, **changed), cargo)
 
     async def deliver(
-        self, weights: Weights, transport: Transport = INLINE, count: int = 2, *, step: int = 0
+        self, weights: Weights, transport: Transport = INLINE, count: int = 2, *, step: int = 0, **changed: Any
     ) -> fleet_pb2.UpdateState:
-        """A whole update to every engine of the plan, decided. An engine may fail; nobody else does."""
+        """A whole update to every engine of the plan, decided. An engine may fail; nobody else does. `changed` goes
+        over the open frames' fields."""
         begun = await self.begin(step)
         cargo = self.cargo(weights, transport, count)
-        deliveries = [self.delivery(begun, a.engine.engine_id, cargo) for a in begun.plan.assignments]
+        deliveries = [self.delivery(begun, a.engine.engine_id, cargo, **changed) for a in begun.plan.assignments]
         await asyncio.gather(*(d.until_ready() for d in deliveries))
         await self.go(begun.update_id)
         await asyncio.gather(*(d.commit() for d in deliveries))

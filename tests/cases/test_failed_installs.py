@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.core.errors import CanaryFailed, DeadlineExceeded, EngineDied, InstallFailed, InstallTimedOut
+from controlplane.core.sample_spans import POISONED
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from tests.cases.cargo import refusals
 from tests.cases.engines import Hand, Hands
@@ -158,7 +159,7 @@ async def test_P1_a_half_updated_engine_serves_nothing_whatever_resume_comes(fle
     await stays_shut("another trainer")
     assert [route for told in routes.told for route in told.routes] == []
     for sample in live:
-        assert await sample.reason() == "ABORT"
+        assert (await sample.reason(), (await sample.end()).stop_reason) == ("ABORT", POISONED)
         assert [s[0] for s in await sample.checked_spans({1: old})] == [1]
     healing = Weights()
     state = await fleet.deliver(healing)

@@ -138,13 +138,26 @@ async def test_an_engine_that_put_in_something_else_is_found_by_the_trainers_own
 # ---- updates under load -------------------------------------------------------------------------
 
 
+LONG_PROMPT = [1 + (11 * i) % (VOCAB - 1) for i in range(70)]
+"""Two blocks of the KV cache and some tokens: what is shorter than a block is never cached."""
+
+
+async def remembered(rig: Rig) -> tuple[Said, int]:
+    """What it says, and how many tokens of the prompt came from its prefix cache."""
+    client, greedily = await rig.rollouts(), SamplingSettings(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
+    made = await client.generate(LONG_PROMPT, greedily)
+    spans = [(span.version.number, span.start, span.end) for span in made.spans]
+    return (list(made.tokens), spans), made.cached_prompt_tokens
+
+
 @pytest.mark.parametrize("mode", ["keep", "abort", "wait"])
 async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_spans_are_true(
     rig: Rig, mode: str
 ) -> None:
     old, new = Order(71), Order(72)
     before = await rig.pushed(old)
-    stale = await rig.says()
+    stale = [await remembered(rig) for _ in range(2)]
+    assert [cached for _, cached in stale] == [0, 64], "a prefix that is not in the cache proves nothing"
     async with thirty_two(rig) as samples:
         number = await rig.pushed(replace(new, pause=(mode, 80.0, "keep")))
     both = [made for made in samples if [span.version.number for span in made[1].spans] == [before, number]]
@@ -158,9 +171,9 @@ async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_
             assert made_by(rig, by[span.version.number], sample, prompt, span)
             other = by[before if span.version.number == number else number]
             assert span.end - span.start < 5 or not made_by(rig, other, sample, prompt, span)
-    said = await rig.says()  # the same prompt as before: no prefix of the old weights is used
-    assert said == (rig.truth(new), [(number, 0, COUNT)])
-    assert said != stale
+    assert await remembered(rig) == ((rig.truth(new, LONG_PROMPT), [(number, 0, COUNT)]), 0)
+    assert stale[1][0] == stale[0][0] == (rig.truth(old, LONG_PROMPT), [(before, 0, COUNT)])
+    assert rig.truth(new, LONG_PROMPT) != rig.truth(old, LONG_PROMPT)
 
 
 # ---- installs that fail half-way ----------------------------------------------------------------

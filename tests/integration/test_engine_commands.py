@@ -12,6 +12,7 @@ import pytest
 
 from controlplane.core import engine_events as events
 from controlplane.core.errors import DeadlineExceeded
+from controlplane.core.sample_spans import PAUSED
 from controlplane.rpc.errors import from_rpc_error
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.memory.engine import MemoryEngine
@@ -142,7 +143,7 @@ async def test_abort_ends_each_request_with_the_spans_of_its_tokens(fleet: Local
     assert answer.aborted_requests == 3
     assert holds_of(answer.status) == {"OPERATOR"}
     for one in samples:
-        assert await one.reason() == "ABORT"
+        assert (await one.reason(), (await one.end()).stop_reason) == ("ABORT", PAUSED)
         assert await one.checked_spans({1: weights})
     await resume(fleet)
     assert await (await sample(fleet, 5)).reason() == "LENGTH"

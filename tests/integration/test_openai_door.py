@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import httpx
@@ -13,6 +13,8 @@ import openai
 import pytest
 import pytest_asyncio
 
+from controlplane.core.sampling import SamplingSettings
+from controlplane.rollout.client import RolloutClient
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.openai_door.settings import OpenAiSettings
@@ -22,7 +24,7 @@ from tests.support.hf_models import VOCAB, save_random
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.ports import free_port
 from tests.support.samples import greedy
-from tests.support.text_model import add_tokenizer, ids_of
+from tests.support.text_model import add_tokenizer, ids_of, word_of
 from tests.support.told_rank import Order
 from tests.support.toy_trainer import RankProcess, toy_trainer
 from tests.support.vllm_router import vllm_router
@@ -148,6 +150,22 @@ async def test_n_samples_and_several_prompts_have_their_spans_in_order(rig: Rig)
         model="policy", prompt="ab", n=2, max_tokens=5, seed=7, extra_body={"ignore_eos": True}
     )
     assert [c.text for c in again.choices] == [c["text"] for c in choices[:2]]
+
+
+async def test_a_rollout_of_token_ids_ends_at_a_stop_string_too(rig: Rig) -> None:
+    """The string lies over two tokens; the sample has both, and its span."""
+    number = await rig.pushed(Order(6))
+    async with RolloutClient(rig.fleet.address, run_id=RUN, wait_seconds=60) as rollouts:
+        plain = SamplingSettings(max_tokens=COUNT, temperature=0.0, ignore_eos=True)
+        whole = (await rollouts.generate(ids_of(SAID), plain)).tokens
+        words = [word_of(token) for token in whole]
+        stop = words[4] + words[5]
+        ends = next(end for end in range(len(words) + 1) if stop in "".join(words[:end]))
+        sample = await rollouts.generate(ids_of(SAID), replace(plain, extra={"stop": [stop]}))
+    assert (sample.tokens, sample.finish_reason, sample.stop_reason) == (whole[:ends], "stop", stop)
+    assert ends < COUNT
+    assert [(s.version.number, s.start, s.end) for s in sample.spans] == [(number, 0, ends)]
+    assert len(sample.logprobs) == ends
 
 
 async def streamed(rig: Rig) -> tuple[str, str, list[str]]:

@@ -1,4 +1,4 @@
-"""An engine dies in the middle of a sample: what becomes of it is the caller's to say, over real agents."""
+"""An engine dies or is updated in the middle of a sample: what becomes of it is the caller's to say. Real agents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.core.errors import EngineDied, PeerLost
+from controlplane.core.sample_spans import UPDATING
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import EngineId
 from controlplane.rollout.asking import OnLoss
@@ -21,6 +22,7 @@ from tests.cases.samples import PROMPT, VOCAB_SIZE, tokens_of, truth
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN
 from tests.support.writer import Weights
+from weightplane.v1 import pause_pb2
 
 HAD, LENGTH = 3, 8
 
@@ -79,3 +81,33 @@ async def test_a_sample_that_shall_fail_fails_with_its_engine(fleet: CaseFleet, 
     await fleet.deliver(Weights())
     with pytest.raises((EngineDied, PeerLost)):
         await cut_by_death(fleet, hands, "fail")
+
+
+async def cut_by_an_update(fleet: CaseFleet, hands: Hands, rollouts: RolloutClient, after: Weights) -> Sample:
+    """What a client makes of a sample with some tokens when an update ends its requests."""
+    for engine_id in ("e0", "e1"):
+        hands[engine_id].limit_samples(HAD)
+    asked = asyncio.create_task(rollouts.generate(PROMPT, SamplingSettings(max_tokens=LENGTH)))
+    await eventually(lambda: holder_of_a_sample(hands))
+    await fleet.deliver(after, pause=pause_pb2.PausePolicy(mode=pause_pb2.PAUSE_MODE_ABORT))
+    for hand in hands.values():
+        hand.limit_samples(None)
+    return await asked
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["resume", "prefix"])
+async def test_inv11_a_sample_that_an_update_cuts_goes_on_under_the_new_version_and_its_spans_show_both(
+    fleet: CaseFleet, hands: Hands, by_hand: bool
+) -> None:
+    before, after = Weights(), Weights()
+    await fleet.deliver(before)
+    on_loss: OnLoss = "fail" if by_hand else "resume"
+    async with RolloutClient(fleet.address, run_id=RUN, on_loss=on_loss, wait_seconds=60) as rollouts:
+        sample = await cut_by_an_update(fleet, hands, rollouts, after)
+        had = tokens_of(before, HAD)
+        if by_hand:
+            assert (list(sample.tokens), sample.finish_reason, sample.stop_reason) == (had, "abort", UPDATING)
+            sample = await rollouts.generate(PROMPT, SamplingSettings(max_tokens=LENGTH), prefix=sample)
+    rest = [token_of(truth(after), (*PROMPT, *had), i, VOCAB_SIZE) for i in range(LENGTH - HAD)]
+    assert (list(sample.tokens), sample.finish_reason) == (had + rest, "length")
+    assert [(s.version.number, s.start, s.end) for s in sample.spans] == [(1, 0, HAD), (2, HAD, LENGTH)]

@@ -296,6 +296,40 @@ async def test_a_request_made_while_quiesced_waits_and_speaks_the_new_version(ri
     assert_speaks_as(rig, state, sample)
 
 
+async def sampled(rig: Rig, **fields: Any) -> tuple[list[int], str | None, str, tuple[tuple[str, int, int], ...]]:
+    """Tokens, finish reason, stop reason, spans."""
+    settings = SamplingSettings(**{"max_tokens": 24, "temperature": 0.0, "ignore_eos": True, **fields})
+    deltas = [d async for d in rig.engine.generate(f"request-{next(labels)}", PROMPT, settings)]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return tokens, deltas[-1].finish_reason, deltas[-1].stop_reason, deltas[-1].engine_spans
+
+
+async def test_a_sample_ends_at_its_stop_token_unless_it_has_too_few_tokens(rig: Rig) -> None:
+    label = await push(rig.engine, trained(rig.state, 83))
+    whole, *_ = await sampled(rig)
+    at = next(i for i in range(2, len(whole)) if whole[i] not in whole[:i])
+    stop = whole[at]
+    ended = await sampled(rig, stop_token_ids=(stop,))
+    assert ended == (whole[: at + 1], "stop", str(stop), ((label, 0, at + 1),))
+    later, *_ = await sampled(rig, stop_token_ids=(stop,), min_tokens=at + 2)
+    assert (later[:at], len(later) > at + 1, stop in later[: at + 1]) == (whole[:at], True, False)
+
+
+async def test_a_seed_draws_the_same_again_and_a_bias_is_felt(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    drawn = [await sampled(rig, temperature=1.0, seed=seed) for seed in (5, 5, 6)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert (await sampled(rig, extra={"logit_bias": {"9": 1e4}}))[0] == [9] * 24
+
+
+async def test_text_that_an_engine_without_a_tokenizer_cannot_look_for_is_refused_and_it_serves_on(rig: Rig) -> None:
+    await push(rig.engine, rig.state)
+    for extra in ({"stop": ["end"]}, {"bad_words": ["no"]}):
+        with pytest.raises(InvalidRequest, match="no tokenizer loaded"):
+            await sampled(rig, extra=extra)
+    assert_speaks_as(rig, rig.state, await generate(rig.engine, 8))
+
+
 async def test_a_request_id_that_is_running_is_refused(rig: Rig) -> None:
     await push(rig.engine, rig.state)
     tasks = await live(rig.engine, ["twice"], count=100)

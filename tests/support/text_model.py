@@ -28,3 +28,9 @@ def add_tokenizer(directory: Path, vocab_size: int) -> Path:
 
 def ids_of(text: str) -> list[int]:
     return [len(SPECIAL) + CHARACTERS.index(character) for character in text]
+
+
+def word_of(token: int) -> str:
+    """What a token adds to a text."""
+    known = [*("" for _ in SPECIAL), *CHARACTERS]
+    return known[token] if token < len(known) else f"<{token}>"

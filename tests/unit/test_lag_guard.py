@@ -7,7 +7,7 @@ import pytest
 from controlplane.core.lag import Commits, FleetCommit
 from controlplane.core.sample_spans import Span
 from controlplane.core.versions import EngineId, Term, WeightVersion
-from controlplane.rollout.lag_guard import LagExceeded, LagGuard
+from controlplane.rollout.lag_guard import LagExceeded, LagGuard, LagPolicy
 from controlplane.rollout.sample import Sample
 
 
@@ -112,3 +112,19 @@ def test_R2_masking_keeps_a_group_of_which_each_sample_has_fresh_tokens(commits:
     assert admitted is not None
     assert admitted[0].mask == (False,) * 4 + (True,) * 2
     assert guard.admit_group([sample((2, 4)), sample((9, 4))]) is None
+
+
+@pytest.mark.parametrize("policy", ["drop", "mask", "raise"])
+def test_R2_a_sample_without_a_token_is_no_training_data_and_is_counted(commits: Commits, policy: LagPolicy) -> None:
+    """It was aborted before its first one: there is no version that it could be counted by."""
+    guard = LagGuard(commits, max_lag=1, policy=policy)
+    assert guard.admit(sample()) is None
+    assert guard.admit_group([sample((10, 4)), sample()]) is None
+    assert guard.dropped == {("empty", None): 2, ("group", 10): 1}
+    assert (guard.admitted, guard.lags) == (0, {})
+
+
+def test_R2_a_group_with_a_late_sample_and_one_without_a_token_is_dropped_whole(commits: Commits) -> None:
+    guard = LagGuard(commits, max_lag=1)
+    assert guard.admit_group([sample(), sample((2, 4)), sample((10, 4))]) is None
+    assert guard.dropped == {("empty", None): 1, ("lag", 2): 1, ("group", 10): 1}

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from controlplane.core import errors as e
-from controlplane.core.sample_spans import Span
+from controlplane.core.sample_spans import ABORTED, PAUSED, POISONED, UPDATING, Span
 from controlplane.core.sampling import SamplingSettings
-from controlplane.core.versions import EngineId, Incarnation
+from controlplane.core.versions import EngineId, Incarnation, RunId
 from controlplane.rollout.blocking import BlockingRolloutClient
 from controlplane.rollout.policies import BySession, PowerOfTwo
-from controlplane.rollout.routing import Route, RoutingTable
+from controlplane.rollout.routing import Route, Routes, RoutingTable
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import Script, finish, hangs, refuses, says, tokens, version
 from tests.support.rollout_world import PROMPT, World
@@ -92,16 +94,18 @@ async def test_a_restarted_sample_has_nothing_of_the_lost_one(world: World) -> N
     assert list(engine.requests[1].prompt_token_ids) == PROMPT
 
 
-async def test_a_sample_that_an_engine_cut_for_an_update_goes_on(world: World) -> None:
+@pytest.mark.parametrize("why", [PAUSED, UPDATING, POISONED, "", "error"])
+async def test_a_sample_that_its_caller_did_not_end_goes_on_whatever_cut_it(world: World, why: str) -> None:
+    """A server behind an agent ends requests without a word, and vLLM says `error`."""
     await world.start(on_loss="resume")
-    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=why))
     world.fleet.publish(await world.engine("a", first_then(cut, REST)))
     assert (await world.client.generate(PROMPT, FOUR)).tokens == (5, 6, 7, 8)
 
 
 async def test_a_sample_that_its_caller_aborted_is_not_taken_up_again(world: World) -> None:
     await world.start(on_loss="resume")
-    aborted = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="aborted"))
+    aborted = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=ABORTED))
     engine = await world.engine("a", aborted)
     world.fleet.publish(engine)
     sample = await world.client.generate(PROMPT, FOUR)
@@ -111,7 +115,7 @@ async def test_a_sample_that_its_caller_aborted_is_not_taken_up_again(world: Wor
 
 async def test_a_cut_sample_that_was_handed_out_goes_on_as_a_prefix(world: World) -> None:
     await world.start()
-    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=PAUSED))
     world.fleet.publish(await world.engine("a", first_then(cut, REST)))
     partial = await world.client.generate(PROMPT, FOUR)
     assert (partial.tokens, partial.finish_reason) == ((5, 6), "abort")
@@ -122,7 +126,7 @@ async def test_a_cut_sample_that_was_handed_out_goes_on_as_a_prefix(world: World
 
 async def test_a_prefix_is_no_reason_to_give_up_at_the_first_engine_that_declines(world: World) -> None:
     await world.start()
-    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="paused"))
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=PAUSED))
     declines = refuses(e.EngineNotReady(engine_id="a", holds="operator"))
     world.fleet.publish(await world.engine("a", first_then(cut, first_then(declines, REST))))
     partial = await world.client.generate(PROMPT, FOUR)
@@ -184,11 +188,47 @@ async def test_an_engine_that_cannot_be_told_of_an_end_ends_what_it_has_by_going
     assert len(engine.requests) == 1
 
 
-async def test_what_cannot_be_resumed_or_taken_back_is_refused_beforehand(world: World) -> None:
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("presence_penalty", {"presence_penalty": 0.5}),
+        ("frequency_penalty", {"frequency_penalty": 0.5}),
+        ("extra.structured_outputs", {"extra": {"structured_outputs": {"regex": "a+"}}}),
+        ("extra.bad_words", {"extra": {"bad_words": ["no", "never"]}}),
+        ("extra.thinking_token_budget", {"extra": {"thinking_token_budget": 0}}),
+        ("extra.repetition_detection", {"extra": {"repetition_detection": {"max_pattern_size": 2}}}),
+        ("extra.stop", {"extra": {"stop": "\n", "logit_bias": {"3": 1.0}}}),
+        ("extra.of_a_later_vllm", {"extra": {"of_a_later_vllm": True}}),
+    ],
+)
+async def test_what_would_begin_anew_in_mid_sample_is_refused_before_an_engine_is_asked(
+    world: World, field: str, settings: dict[str, Any]
+) -> None:
     await world.start()
-    penalised = SamplingSettings(max_tokens=4, presence_penalty=0.5)
-    with pytest.raises(e.InvalidRequest, match="cannot be resumed"):
-        await world.client.generate(PROMPT, penalised, on_loss="resume")
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason=PAUSED))
+    engine = await world.engine("a", cut)
+    world.fleet.publish(engine)
+    sampling = SamplingSettings(max_tokens=4, **settings)
+    with pytest.raises(e.InvalidRequest, match=rf"^on_loss: a sample with {field} cannot go on"):
+        await world.client.generate(PROMPT, sampling, on_loss="resume")
+    partial = await world.client.generate(PROMPT, sampling, on_loss="fail")
+    with pytest.raises(e.InvalidRequest, match=rf"^prefix: a sample with {field} cannot go on"):
+        await world.client.generate(PROMPT, sampling, prefix=partial)
+    assert len(engine.requests) == 1
+
+
+async def test_what_looks_at_no_token_before_may_be_resumed(world: World) -> None:
+    await world.start(on_loss="resume")
+    engine = await world.engine("a", first_then(DIED, REST))
+    world.fleet.publish(engine)
+    blind = {"logit_bias": {"3": 1.0}, "allowed_token_ids": [5, 6, 7, 8], "stop": [], "bad_words": None}
+    settings = SamplingSettings(max_tokens=4, repetition_penalty=1.5, min_tokens=2, extra=blind)
+    assert (await world.client.generate(PROMPT, settings)).tokens == (5, 6, 7, 8)
+    assert engine.requests[1].sampling.extra == engine.requests[0].sampling.extra
+
+
+async def test_what_was_handed_out_is_not_taken_back(world: World) -> None:
+    await world.start()
     with pytest.raises(e.InvalidRequest, match="cannot be restarted"):
         await anext(world.client.stream(PROMPT, FOUR, on_loss="restart"))
 
@@ -263,3 +303,28 @@ def test_of_two_at_random_the_less_loaded_is_asked() -> None:
     engines = [route("a"), route("b")]
     with table.asking(engines[0]):
         assert {policy.choose(engines, table, "").engine_id for _ in range(20)} == {"b"}
+
+
+# ---- room ---------------------------------------------------------------------------------------
+
+
+def told(table: RoutingTable, live_requests: int) -> Route:
+    """What the coordinator says of an engine that runs two requests at once."""
+    heard = replace(route("a"), live_requests=live_requests, max_requests=2)
+    table.replace(Routes(RunId("run-a"), 1, (heard,), (version(1),)))
+    return heard
+
+
+def test_an_engine_that_others_fill_has_no_room() -> None:
+    table = RoutingTable()
+    assert not table.has_room(told(table, 2))
+    assert table.has_room(told(table, 1))
+
+
+def test_own_requests_that_an_engine_reports_are_not_taken_for_others() -> None:
+    table = RoutingTable()
+    with table.asking(told(table, 0)):
+        assert table.has_room(told(table, 1)), "the one that it reports is this client's"
+        full = told(table, 2)
+        assert not table.has_room(full), "one is this client's, the other somebody else's"
+    assert table.has_room(full), "somebody else's is left"

@@ -113,6 +113,11 @@ async def test_a_sample_whose_task_their_rollout_cancels_keeps_the_tokens_that_i
         ({"prompt": [{"role": "user"}], "tokens": []}, {}, "a conversation"),
         ({}, {"custom_params": {"x": 1}}, "custom_params has no place"),
         ({}, {"max_new_tokens": None}, "max_new_tokens is None"),
+        (
+            {"status": slime_types.Sample.Status.ABORTED, "response_length": 1, "rollout_log_probs": [0.0]},
+            {"stop": ["x"]},
+            "with extra.stop it cannot go on",
+        ),
     ],
 )
 async def test_what_cannot_be_served_truthfully_is_refused_before_an_engine_is_asked(
@@ -266,12 +271,25 @@ async def test_what_lags_more_than_is_allowed_is_masked(world: World, checkpoint
     assert {tuple(s.loss_mask or ()) for group in groups for s in group} == {(0, 0, 1, 1)}
 
 
+async def test_a_sample_with_stop_strings_that_an_update_cuts_begins_anew(world: World, checkpoint: str) -> None:
+    """A string may lie across the cut, and no engine would find it in a prompt."""
+    cut = says(tokens(5, 6), finish((1, 0, 2), reason="ABORT", stop_reason="updating"))
+    engine = await world.engine("a", first_then(cut, WHOLE))
+    world.fleet.publish(engine)
+    sample = slime_types.Sample(tokens=list(PROMPT))
+    await generate(arguments(world.server.address, checkpoint), sample, PARAMS | {"stop": ["x"]})
+    assert (sample.tokens, sample.weight_versions) == ([*PROMPT, 5, 6, 7, 8], ["1"])
+    assert [list(request.prompt_token_ids) for request in engine.requests] == [PROMPT, PROMPT]
+
+
 def test_what_has_no_place_is_refused_and_no_coordinator_is_asked() -> None:
     source = DataSource([[1]])
     with pytest.raises(InvalidRequest, match="--eval-function-path"):
         generate_rollout(arguments("nowhere:1", ""), 0, source, evaluation=True)
     with pytest.raises(InvalidRequest, match="all_samples_process"):
         generate_rollout(arguments("nowhere:1", "", rollout_all_samples_process_path="x.y"), 0, source)
+    with pytest.raises(InvalidRequest, match=r"args\.rollout_stop: a string that lies across the cut"):
+        generate_rollout(arguments("nowhere:1", "", partial_rollout=True, rollout_stop=["x"]), 0, source)
     with pytest.raises(InvalidRequest, match="WEIGHTPLANE_COORDINATOR"):
         generate_rollout(arguments("", ""), 0, source)
 

@@ -80,6 +80,7 @@ class RefusingLlm:
     """Some of vLLM's checks of a request raise a plain ValueError."""
 
     errored = False
+    tokenizer = None
 
     async def add_request(self, *_: Any, **__: Any) -> None:
         raise ValueError("sampling distribution replay requires top_k > 0")

@@ -5,7 +5,8 @@
 
 The coordinator is `args.weightplane_coordinator`, or WEIGHTPLANE_COORDINATOR in the environment. What they promise
 beside the shape: `weight_versions` says which versions made a sample's tokens, in order, and `metadata` where the
-borders lie. A sample that an update cuts, or whose engine dies, goes on from its tokens under the version served then.
+borders lie. A sample that an update cuts, or whose engine dies, goes on from its tokens under the version served then;
+one with stop strings begins anew, since a string may lie across the cut.
 
 With `--partial-rollout`, samples that are not done when the batch is full come back with their tokens to the data
 source, and go on in a later rollout. `--mask-offpolicy-in-partial-rollout` masks by span: what another version made
@@ -24,7 +25,8 @@ from controlplane.core.errors import InvalidRequest, WeightplaneError
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.adapters.slime_options import coordinator_of, prompt_ids_of, tokenizer_of
 from controlplane.rollout.adapters.slime_rollout import CUT_SECONDS, Group, Rollout
-from controlplane.rollout.adapters.slime_sample import append, check, settings_of
+from controlplane.rollout.adapters.slime_sample import append, check, check_goes_on, settings_of
+from controlplane.rollout.asking import OnLoss, unresumable
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
 
@@ -48,6 +50,7 @@ async def generate(args: Any, sample: Any, sampling_params: dict[str, Any]) -> A
     """
     check(sample)
     settings = settings_of(sampling_params, sample.response_length)
+    check_goes_on(sample, settings)
     if settings.max_tokens == 0:
         sample.status = type(sample.status)("truncated")
         return sample
@@ -75,9 +78,10 @@ class _Cut(Exception):
 
 async def _made(client: RolloutClient, sample: Any, settings: SamplingSettings) -> Sample:
     """Raises _Cut when its task is cancelled and the engine gave back what it had; else what generate raises."""
-    name = uuid.uuid4().hex
+    name, session = uuid.uuid4().hex, sample.session_id or ""
+    on_loss: OnLoss = "restart" if unresumable(settings) else "resume"
     asking = asyncio.ensure_future(
-        client.generate(sample.tokens, settings, session_id=sample.session_id or "", request_id=name, on_loss="resume")
+        client.generate(sample.tokens, settings, session_id=session, request_id=name, on_loss=on_loss)
     )
     try:
         return await asyncio.shield(asking)
@@ -119,6 +123,9 @@ def generate_rollout(args: Any, rollout_id: int, data_source: Any, evaluation: b
         raise InvalidRequest(field="evaluation", problem=problem)
     if getattr(args, "rollout_all_samples_process_path", None) is not None:
         raise InvalidRequest(field="args.rollout_all_samples_process_path", problem="it has no place here")
+    if args.partial_rollout and args.rollout_stop:
+        problem = "a string that lies across the cut would be missed; use rollout_stop_token_ids, or whole rollouts"
+        raise InvalidRequest(field="args.rollout_stop", problem=problem)
     with ThreadPoolExecutor(1) as thread:  # a loop of its own, whether or not one runs here
         return thread.submit(asyncio.run, _rolled_out(args, Rollout(args, rollout_id, data_source, generate))).result()
 

@@ -13,6 +13,7 @@ from typing import Any
 from controlplane.core.errors import InvalidRequest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import Term, WeightVersion
+from controlplane.rollout.asking import unresumable
 from controlplane.rollout.sample import SPANS_KEY, Sample
 
 _SAME = ("temperature", "top_p", "min_p", "seed", "stop_token_ids", "repetition_penalty", "ignore_eos", "min_tokens")
@@ -57,6 +58,13 @@ def check(theirs: Any) -> None:
             raise _refused(f"{name} has {len(value)} entries for {done} tokens")
     if done and theirs.rollout_log_probs is None:
         raise _refused(f"the {done} tokens of its response have no rollout_log_probs")
+
+
+def check_goes_on(theirs: Any, settings: SamplingSettings) -> None:
+    """Raises InvalidRequest for one that was cut, and would begin anew in its middle."""
+    names = unresumable(settings)
+    if names and theirs.response_length and theirs.status.value == "aborted":
+        raise _refused(f"it was cut, and with {', '.join(names)} it cannot go on from its tokens")
 
 
 def append(theirs: Any, made: Sample, mask: Sequence[bool] | None = None) -> None:

@@ -31,7 +31,7 @@ class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishRe
     FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
     """Not set; never sent."""
     FINISH_REASON_STOP: _FinishReason.ValueType  # 1
-    """A stop token, or the model's end token."""
+    """A stop token, a stop string, or the model's end token."""
     FINISH_REASON_LENGTH: _FinishReason.ValueType  # 2
     """max_tokens, or the engine's longest length."""
     FINISH_REASON_ABORT: _FinishReason.ValueType  # 3
@@ -45,7 +45,7 @@ class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
 FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
 """Not set; never sent."""
 FINISH_REASON_STOP: FinishReason.ValueType  # 1
-"""A stop token, or the model's end token."""
+"""A stop token, a stop string, or the model's end token."""
 FINISH_REASON_LENGTH: FinishReason.ValueType  # 2
 """max_tokens, or the engine's longest length."""
 FINISH_REASON_ABORT: FinishReason.ValueType  # 3
@@ -118,7 +118,9 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
 @_typing.final
 class Pin(_message.Message):
-    """Which versions may begin a sample. Judged by the engine alone, from what it holds (INV-2: never assigned)."""
+    """Which versions may begin a sample. Accepted by the engine alone, from what it holds (INV-2: never assigned); whoever chooses
+    engines by their routes may only refuse earlier, or pass over one.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -207,7 +209,9 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def extra(self) -> _struct_pb2.Struct:
-        """Any other field of vLLM's SamplingParams, by its name. An engine that does not know it refuses it by name."""
+        """Any other field of vLLM's SamplingParams, by its name. An engine that does not know it refuses it by name, and so does one
+        without a tokenizer where text is looked for (`stop`, `bad_words`). Tokens of a stop string are the sample's.
+        """
 
     def __init__(
         self,
@@ -402,7 +406,9 @@ class Finish(_message.Message):
     reason: Global___FinishReason.ValueType
     """Why."""
     stop_reason: _builtins.str
-    """The stop token, where one ended it."""
+    """The stop token or stop string that ended it. Of an abort: `aborted` (by its caller, by name), `paused`, `updating` (the
+    update's pause policy), `poisoned`; vLLM's own `error`, or nothing, of requests that the engine itself ended.
+    """
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_prompt_tokens: _builtins.int

@@ -106,6 +106,26 @@ async def test_what_the_server_refuses_is_its_caller_s_error_and_what_it_breaks_
         await anext(engine.generate("r4", [1, 2], SamplingSettings(max_tokens=2, prompt_logprobs=True)))
 
 
+async def test_a_stop_string_is_looked_for_where_the_server_has_a_tokenizer(
+    server: RecordingServer, attach: Any
+) -> None:
+    asked = SamplingSettings(max_tokens=2, extra={"stop": ["end"]})
+    engine = await attach()
+    running = asyncio.ensure_future(anext(engine.generate("r1", [1, 2], asked)))
+    await eventually(lambda: "r1" in server.streams)
+    running.cancel()
+    params = server.posted("/inference/v1/generate")[-1]["sampling_params"]
+    assert (params["stop"], params["detokenize"]) == (["end"], True)
+    server.config["model_config"]["skip_tokenizer_init"] = True
+    without = await attach()
+    with pytest.raises(InvalidRequest, match=r"sampling\.extra\.stop: the engine has no tokenizer loaded"):
+        await anext(without.generate("r2", [1, 2], asked))
+    running = asyncio.ensure_future(consume(without, "r3"))
+    await eventually(lambda: "r3" in server.streams)
+    running.cancel()
+    assert not server.posted("/inference/v1/generate")[-1]["sampling_params"]["detokenize"]
+
+
 async def test_a_stream_that_ends_without_a_reason_ends_this_life(server: RecordingServer, attach: Any) -> None:
     engine = await attach()
     running = asyncio.create_task(consume(engine, "r1"))
