@@ -1,4 +1,4 @@
-"""The container and Kubernetes files in deploy/: valid by their own schemas, what they promise of sharing and of users."""
+"""The container and Kubernetes files in deploy/: valid by their own schemas; what they promise of sharing and users."""
 
 from __future__ import annotations
 
@@ -55,6 +55,26 @@ def test_no_container_is_root_or_may_become_it(file: Path) -> None:
         pod = document["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"]
         assert not [c["name"] for c in pod["containers"] if c["securityContext"]["allowPrivilegeEscalation"]]
+
+
+def containers() -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in KUBERNETES:
+        sets = [d for d in documents(file) if d["kind"] == "StatefulSet"]
+        yield from ((f"{file.stem}: {c['name']}", c) for d in sets for c in d["spec"]["template"]["spec"]["containers"])
+
+
+@pytest.mark.parametrize("container", [c for _, c in containers()], ids=[name for name, _ in containers()])
+def test_each_container_has_three_probes_that_ask_grpcs_health(container: dict[str, Any]) -> None:
+    """Not the open port: a hung event loop's stays open. And the command may show a certificate."""
+    health = ["weightplane", "health"]
+    port = {"engine-1": 7172, "trainer": 7272, "coordinator": 7070}.get(container["name"], 7171)
+    asked = ["--addr", f"localhost:{port}"]
+    alive = [*health, "--alive", *asked]
+    wanted = {"startupProbe": alive, "readinessProbe": [*health, *asked], "livenessProbe": alive}
+    found = {name: container.get(name, {}).get("exec", {}).get("command") for name in wanted}
+    assert found == wanted
+    shown = {e["name"] for e in container.get("env", [])}
+    assert {"WEIGHTPLANE_TLS_CA", "WEIGHTPLANE_TLS_CERT", "WEIGHTPLANE_TLS_KEY"} <= shown
 
 
 def test_trainer_and_engines_of_one_node_share_memory_and_ipc() -> None:
