@@ -24,7 +24,7 @@ from controlplane.rpc.metrics import serve_metrics
 from controlplane.rpc.server import start_server
 from engine_agent.daemon.settings import EngineSettings
 from tests.support.certificates import people
-from tests.support.every_rpc import every_rpc
+from tests.support.every_rpc import every_rpc, served
 from tests.support.local_fleet import RUN, LocalFleet, local_fleet
 from tests.support.ports import free_port
 from tests.support.writer import Weights
@@ -85,13 +85,10 @@ def test_s1_the_one_file_that_writes_pickles_reads_none() -> None:
 async def test_s1_a_pickle_sent_to_every_rpc_is_refused_and_never_loaded(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     payload = pickle.dumps(_Touch(touched))
-    async with local_fleet(tmp_path, engines=1) as fleet:
+    async with local_fleet(tmp_path, engines=1, channelz=True) as fleet:
         endpoint = (await fleet.engine("e0")).endpoint
-        for address, services in (
-            (fleet.address, {"weightplane.v1.Fleet", "weightplane.v1.Operator"}),
-            (endpoint, {f"weightplane.v1.{name}" for name in ("WeightUpdate", "Rollout", "Lifecycle")}),
-        ):
-            rpcs = list(every_rpc(services))
+        for address in (fleet.address, endpoint):
+            rpcs = list(every_rpc(await served(fleet.channel(address))))
             ended = await asyncio.gather(*(rpc.call(fleet.channel(address), [payload], 60) for rpc in rpcs))
             told = {rpc.path: type(error) for rpc, error in zip(rpcs, ended, strict=True)}
             assert set(told.values()) == {e.FrameInvalid}, told
