@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import asyncio
 import pickle
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from controlplane import sockets
 from controlplane.config import ConfigError, load
@@ -31,10 +33,12 @@ from tests.support.writer import Weights
 from trainer_agent.agent.settings import TrainerSettings
 from weightplane.v1 import fleet_pb2
 
-PRODUCT = ("controlplane", "engine_agent", "trainer_agent")
+PRODUCT = ("controlplane", "engine_agent", "trainer_agent", "examples")
 ROOT = Path(__file__).parents[2]
 RUNS_CODE = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {"eval", "exec", "compile"}
+UNPICKLES = re.compile(r"(\w+_object|\w+_object_list)")
+"""torch.distributed's collectives for objects: they load pickles out of what the group's connections bring."""
 DAEMONS: list[tuple[type[Any], dict[str, str]]] = [
     (CoordinatorSettings, {}),
     (EngineSettings, {"engine_id": "e0"}),
@@ -72,6 +76,20 @@ def test_s1_no_file_of_ours_imports_what_runs_code_out_of_bytes() -> None:
             if called or {name.partition(".")[0] for name in names} & RUNS_CODE:
                 found.append(str(file.relative_to(ROOT)))
     assert found == [WRITES_ONE]
+
+
+def test_s1_no_rank_takes_objects_of_others_which_torch_would_unpickle() -> None:
+    found = []
+    for file, tree in _sources():
+        for node in ast.walk(tree):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            of_torch = hasattr(torch.distributed, name) and UNPICKLES.fullmatch(name)
+            loads = isinstance(called, ast.Attribute) and name == "load" and getattr(called.value, "id", "") == "torch"
+            if of_torch or loads:
+                found.append(f"{file.relative_to(ROOT)}: {name}")
+    assert hasattr(torch.distributed, "broadcast_object_list")
+    assert found == []
 
 
 def test_s1_the_one_file_that_writes_pickles_reads_none() -> None:
