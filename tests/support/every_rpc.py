@@ -84,7 +84,7 @@ def every_rpc(services: set[str] | None = None) -> Iterator[Rpc]:
 
 async def served(channel: grpc.aio.Channel) -> set[str]:
     """Every service that a running server has, by its own word."""
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)  # type: ignore[arg-type]
     asked = [reflection_pb2.ServerReflectionRequest(list_services="")]
     async for answer in stub.ServerReflectionInfo(iter(asked), timeout=ASK_SECONDS):
         return {service.name for service in answer.list_services_response.service}
