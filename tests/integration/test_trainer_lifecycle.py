@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from controlplane.core import errors as e
@@ -24,6 +25,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
+from controlplane.software import MEGATRON, TORCH, software
 from tests.integration.test_fleet_commands import weightplane
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
@@ -198,6 +200,14 @@ async def test_an_engine_agent_ends_when_it_is_told_and_keeps_no_rank_s_output(t
         assert "pytest" in traced(own.text or own.problem)
         await stub.Shutdown(lifecycle_pb2.ShutdownRequest(run_id=RUN, incarnation=life, reason="test"), timeout=60)
         assert await asyncio.wait_for(fleet.tasks.pop("e0"), 60) == ExitCode.OK
+
+
+async def test_both_sides_say_which_torch_they_run_on(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        await ObedientRanks.start(trainer, push_timeout=LATE_SECONDS)
+        view = await fleet.view()
+        assert list(view.engines[0].software) == software((TORCH,)) == [f"torch {torch.__version__}"]
+        assert list(view.trainers[0].software) == software((TORCH, MEGATRON))
 
 
 # ---- deadlines ----------------------------------------------------------------------------------
