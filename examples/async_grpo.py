@@ -17,10 +17,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from controlplane.core.versions import WeightVersion
-from examples.async_rollouts import Account, AsyncRollouts, Wanted
-from examples.policy import Options, Policy, build, from_first, held_out, is_first, learn, mean, parse, say
+from examples.async_rollouts import Account, AsyncRollouts, Batch, Wanted
+from examples.policy import Options, Policy, build, held_out, is_first, learn, mean, parse, say
 from trainer_agent.demo.rollout_worker import Rollout
 from trainer_agent.demo.stopwatch import Stopwatch
+from trainer_agent.first_rank import from_first
 from weightplane import TrainerRank
 
 STEPS = 8
@@ -43,7 +44,7 @@ def train(options: Options) -> None:
             rank.set_step(step)
             watch = Stopwatch()
             with rank.phase("rollout"):
-                batch = from_first(lambda: rollouts.take() if rollouts else [])
+                batch = from_first(Batch, lambda: rollouts.take() if rollouts else [])
             waited, start = watch.lap(), time.monotonic()
             with rank.phase("train"):
                 reward = learn(policy, [rollout for group in batch for rollout in group])
@@ -67,7 +68,7 @@ def train(options: Options) -> None:
 
 def evaluate(policy: Policy, rollouts: AsyncRollouts | None, version: WeightVersion) -> float:
     """Mean reward on prompts that are never trained on."""
-    answers = from_first(lambda: rollouts.answers(held_out(policy), version) if rollouts else [])
+    answers = from_first(list[Rollout], lambda: rollouts.answers(held_out(policy), version) if rollouts else [])
     return mean([policy.task.reward(answer.tokens) for answer in answers])
 
 

@@ -18,11 +18,12 @@ from functools import partial
 from multiprocessing.connection import Connection
 
 from controlplane.core.versions import WeightVersion
-from examples.policy import PROMPTS_PER_STEP, Options, Policy, build, from_first, is_first, mean, parse, say
+from examples.policy import PROMPTS_PER_STEP, Options, Policy, build, is_first, mean, parse, say
 from trainer_agent.demo.objective import Batch, Trajectory, make_batch
 from trainer_agent.demo.rollout_worker import Ask, Rollout, WorkerProcess, answer_all, gather_rollouts, roll_out
 from trainer_agent.demo.stopwatch import Stopwatch
 from trainer_agent.demo.task import draw_prompts, training_sampling
+from trainer_agent.first_rank import from_first
 from weightplane import TrainerRank
 
 STEPS = 20
@@ -74,7 +75,7 @@ def asks(policy: Policy, seed: int) -> list[Ask]:
 
 def scored(worker: WorkerProcess | None, asked: Sequence[Ask], version: WeightVersion) -> list[Scored]:
     """Samples of `version` or a later one, on every rank."""
-    return from_first(lambda: worker.ask((asked, version)) if worker else [])
+    return from_first(list[Scored], lambda: worker.ask((asked, version)) if worker else [])
 
 
 def kl(samples: Sequence[Scored]) -> float:

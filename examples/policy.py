@@ -9,11 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 from trainer_agent.demo.rollout_worker import Ask
 from trainer_agent.demo.task import MAX_TOKENS, greedy_sampling
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from trainer_agent.demo.rollout_worker import Rollout
     from trainer_agent.demo.task import Task
     from trainer_agent.megatron.source import MegatronSource
-
-T = TypeVar("T")
 
 PROMPTS_PER_STEP = 8
 GROUP_SIZE = 8
@@ -109,16 +107,6 @@ def held_out(policy: Policy) -> list[Ask]:
 def is_first() -> bool:
     """This rank asks for rollouts and prints; the others get what it got."""
     return os.environ["RANK"] == "0"
-
-
-def from_first(make: Callable[[], T]) -> T:
-    """What `make` returned on the first rank, on every rank. Collective."""
-    import torch.distributed as dist
-
-    box: list[Any] = [make() if is_first() else None]
-    dist.broadcast_object_list(box, src=0)
-    found: T = box[0]
-    return found
 
 
 def say(text: str) -> None:

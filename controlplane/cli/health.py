@@ -20,10 +20,24 @@ def health(
     service: Annotated[
         str, typer.Option("--service", metavar="NAME", help="One service, such as weightplane.v1.Rollout.")
     ] = "",
+    alive: Annotated[
+        bool, typer.Option("--alive", help="Whether it answers at all, whatever it says: for liveness and startup.")
+    ] = False,
     timeout: Timeout = DEFAULT_SECONDS,
 ) -> int:
     """Ask a coordinator or an agent whether it serves. Ends with 0 only if it says so."""
-    return asyncio.run(_health(addr, service, timeout))
+    return asyncio.run(_alive(addr, service, timeout) if alive else _health(addr, service, timeout))
+
+
+async def _alive(addr: str, service: str, timeout: float) -> int:
+    """Any answer counts, a refusal too: to start a daemon anew gives it no other certificate."""
+    from controlplane.core.errors import WeightplaneError
+
+    try:
+        await _health(addr, service, timeout)
+    except WeightplaneError as error:
+        typer.echo(f"{error.reason}: {error}")
+    return ExitCode.OK
 
 
 async def _health(addr: str, service: str, timeout: float) -> int:

@@ -18,9 +18,14 @@ def sim(
     engines: Annotated[int, typer.Option("--engines", help="Engines of all models together.", min=1)] = 7,
 ) -> int:
     """Simulate a fleet with faults: lost links, crashes, pauses, zombies. Ends with 1 if an invariant was broken."""
+    from controlplane.cli.bar import bar
     from controlplane.sim.runner import run
+    from controlplane.sim.scenarios import SCENARIOS
     from controlplane.sim.settings import SimSettings
 
-    report = run(range(seeds) if seed is None else [seed], events, SimSettings(engines=engines), scenarios=seed is None)
+    chosen = range(seeds) if seed is None else [seed]
+    runs = len(chosen) + (len(SCENARIOS) if seed is None else 0)
+    with bar("simulating", float(runs)) as told:
+        report = run(chosen, events, SimSettings(engines=engines), scenarios=seed is None, told=told)
     typer.echo("\n".join(report.lines()))
     return ExitCode.OK if report.good else ExitCode.FAILED

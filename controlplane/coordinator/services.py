@@ -319,6 +319,7 @@ def _trainer_event(session: int, hello: fleet_pb2.TrainerHello) -> events.Traine
         hello.takeover,
         sends_from_proto(hello),
         load_from_proto(hello),
+        tuple(hello.software),
     )
 
 

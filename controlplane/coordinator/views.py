@@ -352,6 +352,7 @@ def _engine_view(shown: _EngineShown, shift: float) -> operator_pb2.EngineView:
         lag=shown.lag,
         likeness=place.likeness,
         host_id=place.host_id,
+        software=place.software,
     )
 
 
@@ -380,4 +381,5 @@ def _trainer_view(trainer: TrainerRecord, shift: float) -> operator_pb2.TrainerV
         lease_expire_time=timestamp(trainer.expires_at + shift),
         rank_count=len(trainer.ranks),
         left=trainer.left,
+        software=trainer.software,
     )

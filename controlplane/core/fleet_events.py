@@ -54,6 +54,7 @@ class TrainerConnected:
     takeover: bool
     transports: frozenset[Transport] = HOST_MEMORY
     load: Load | None = None
+    software: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

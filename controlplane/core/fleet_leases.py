@@ -62,7 +62,7 @@ def _resume(book: Book, holder: TrainerRecord, event: TrainerConnected, now: flo
     if holder.ranks != event.ranks:
         book.plan_revision += 1
     holder.session, holder.ranks, holder.left = event.session, event.ranks, False
-    holder.transports, holder.load = event.transports, event.load
+    holder.transports, holder.load, holder.software = event.transports, event.load, event.software
     _renew_while_it_moves(book, holder, now)
     effects: list[Effect] = [Welcome(event.session, holder.term), ViewChanged()]
     for record, error in _misfits(book, event):
@@ -110,6 +110,7 @@ def _give(
         devices_unknown=True,
         transports=event.transports,
         load=event.load,
+        software=event.software,
     )
     book.plan_revision += 1
     update = book.open_update(event.model)

@@ -110,6 +110,8 @@ class TrainerRecord:
     """How its ranks can send."""
     load: Load | None = None
     """What it sends; None: it did not say."""
+    software: tuple[str, ...] = ()
+    """What its ranks run on, for people."""
     left: bool = False
     """It said goodbye: it is not missed. Not known any more after a coordinator's restart."""
     avoid: Mapping[Way, str] = field(default_factory=dict)

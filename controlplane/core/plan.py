@@ -92,6 +92,8 @@ class EnginePlace:
     """How many requests it runs at once; 0: unknown."""
     streaming: bool = False
     """It installs updates as they come, where their transport allows it."""
+    software: tuple[str, ...] = ()
+    """What it runs on, for people."""
 
 
 @dataclass(frozen=True, slots=True)

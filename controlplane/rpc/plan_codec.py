@@ -74,6 +74,7 @@ def engine_place_from_proto(hello: fleet_pb2.EngineHello) -> EnginePlace:
         hello.likeness,
         hello.max_requests,
         STREAMING in hello.capabilities,
+        tuple(hello.software),
     )
 
 

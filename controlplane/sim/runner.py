@@ -89,14 +89,22 @@ def _run(world: World, script: Callable[[World], None]) -> tuple[World, Violatio
 
 
 def run(
-    seeds: Iterable[int], events: int = 2000, settings: SimSettings | None = None, scenarios: bool = True
+    seeds: Iterable[int],
+    events: int = 2000,
+    settings: SimSettings | None = None,
+    scenarios: bool = True,
+    told: Callable[[float, str], None] = lambda done, said: None,
 ) -> Report:
-    """Each seed once, and each scenario once under the first seed. A violation is in the report, not raised."""
+    """Each seed once, and each scenario once under the first seed. A violation is in the report, not raised.
+
+    `told`: how many are done, and what comes."""
     settings = settings or SimSettings()
     seeds = list(seeds)
     report = Report()
-    for seed in seeds:
+    for done, seed in enumerate(seeds):
+        told(float(done), f"seed {seed}")
         report.add(f"seed {seed}", *run_seed(seed, events, settings))
-    for name in SCENARIOS if scenarios and seeds else ():
+    for done, name in enumerate(SCENARIOS if scenarios and seeds else (), start=len(seeds)):
+        told(float(done), name)
         report.add(f"{name}, seed {seeds[0]}", *run_scenario(name, seeds[0], settings))
     return report

@@ -17,6 +17,7 @@ from controlplane.core.fleet_catch_up import CHECKPOINT
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId
 from controlplane.devices import cpu_device_uuid
 from controlplane.rpc.security import HttpGuard, http_tls
+from controlplane.software import TORCH, VLLM, software
 from engine_agent.daemon.session import Membership
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import Engine
@@ -69,7 +70,8 @@ def door_of(holder: EngineLifeHolder, settings: EngineSettings) -> RunningDoor |
 def membership_of(settings: EngineSettings) -> Membership:
     reads = frozenset() if settings.checkpoint_root is None else frozenset({CHECKPOINT})
     transports = tuple(sorted(transports_of(settings.transports)))
-    return Membership(settings.group, settings.unit, settings.unit_size, reads, transports)
+    own = {"vllm": (TORCH, *VLLM), "memory": (TORCH,)}.get(settings.backend, ())
+    return Membership(settings.group, settings.unit, settings.unit_size, reads, transports, tuple(software(own)))
 
 
 def members_of(settings: EngineSettings) -> Members | None:

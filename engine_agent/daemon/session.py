@@ -71,6 +71,8 @@ class Membership:
     """Of the agent, beside the engine's own."""
     transports: tuple[weight_update_pb2.Transport.ValueType, ...] = ()
     """How bytes can reach it. Empty: shared memory and inline."""
+    software: tuple[str, ...] = ()
+    """What its vLLM runs on; see EngineHello."""
 
 
 class Session:
@@ -225,6 +227,7 @@ class Session:
             transports=self._member.transports,
             likeness="" if facts is None else facts.likeness,
             max_requests=0 if facts is None else facts.max_requests,
+            software=self._member.software,
         )
 
 

@@ -134,7 +134,7 @@ class Members(member_pb2_grpc.EngineMembersServicer):
     async def Attach(
         self, requests: AsyncIterator[pb.AttachRequest], context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.AttachResponse]:
-        self._admit(await anext(requests))
+        self._admit(await anext(requests, None))
         link = MemberLink(context.peer())
         self._links.append(link)
         self._came.set()
@@ -149,9 +149,10 @@ class Members(member_pb2_grpc.EngineMembersServicer):
             self._links = [other for other in self._links if other is not link]
             log.info("member_gone", peer=link.peer, cause=link.lost.result())
 
-    def _admit(self, first: pb.AttachRequest) -> None:
-        if first.WhichOneof("frame") != "hello":
-            raise FrameOutOfOrder(expected="hello", got=str(first.WhichOneof("frame")))
+    def _admit(self, first: pb.AttachRequest | None) -> None:
+        frame = "the end" if first is None else str(first.WhichOneof("frame"))
+        if first is None or frame != "hello":
+            raise FrameOutOfOrder(expected="hello", got=frame)
         hello = first.hello
         if hello.run_id != self._run_id:
             raise WrongRun(expected=self._run_id, got=hello.run_id)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import asyncio
 import pickle
+import re
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed
 
 from controlplane import sockets
 from controlplane.config import ConfigError, load
@@ -24,17 +26,19 @@ from controlplane.rpc.metrics import serve_metrics
 from controlplane.rpc.server import start_server
 from engine_agent.daemon.settings import EngineSettings
 from tests.support.certificates import people
-from tests.support.every_rpc import every_rpc
+from tests.support.every_rpc import every_rpc, served
 from tests.support.local_fleet import RUN, LocalFleet, local_fleet
 from tests.support.ports import free_port
 from tests.support.writer import Weights
 from trainer_agent.agent.settings import TrainerSettings
 from weightplane.v1 import fleet_pb2
 
-PRODUCT = ("controlplane", "engine_agent", "trainer_agent")
+PRODUCT = ("controlplane", "engine_agent", "trainer_agent", "examples")
 ROOT = Path(__file__).parents[2]
 RUNS_CODE = {"pickle", "cPickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle"}
 CALLS = {"eval", "exec", "compile"}
+UNPICKLES = re.compile(r"(\w+_object|\w+_object_list)")
+"""torch.distributed's collectives for objects: they load pickles out of what the group's connections bring."""
 DAEMONS: list[tuple[type[Any], dict[str, str]]] = [
     (CoordinatorSettings, {}),
     (EngineSettings, {"engine_id": "e0"}),
@@ -74,6 +78,20 @@ def test_s1_no_file_of_ours_imports_what_runs_code_out_of_bytes() -> None:
     assert found == [WRITES_ONE]
 
 
+def test_s1_no_rank_takes_objects_of_others_which_torch_would_unpickle() -> None:
+    found = []
+    for file, tree in _sources():
+        for node in ast.walk(tree):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+            of_torch = hasattr(torch.distributed, name) and UNPICKLES.fullmatch(name)
+            loads = isinstance(called, ast.Attribute) and name == "load" and getattr(called.value, "id", "") == "torch"
+            if of_torch or loads:
+                found.append(f"{file.relative_to(ROOT)}: {name}")
+    assert hasattr(torch.distributed, "broadcast_object_list")
+    assert found == []
+
+
 def test_s1_the_one_file_that_writes_pickles_reads_none() -> None:
     tree = ast.parse((ROOT / WRITES_ONE).read_text())
     used = {
@@ -85,13 +103,10 @@ def test_s1_the_one_file_that_writes_pickles_reads_none() -> None:
 async def test_s1_a_pickle_sent_to_every_rpc_is_refused_and_never_loaded(tmp_path: Path) -> None:
     touched = tmp_path / "touched"
     payload = pickle.dumps(_Touch(touched))
-    async with local_fleet(tmp_path, engines=1) as fleet:
+    async with local_fleet(tmp_path, engines=1, channelz=True) as fleet:
         endpoint = (await fleet.engine("e0")).endpoint
-        for address, services in (
-            (fleet.address, {"weightplane.v1.Fleet", "weightplane.v1.Operator"}),
-            (endpoint, {f"weightplane.v1.{name}" for name in ("WeightUpdate", "Rollout", "Lifecycle")}),
-        ):
-            rpcs = list(every_rpc(services))
+        for address in (fleet.address, endpoint):
+            rpcs = list(every_rpc(await served(fleet.channel(address))))
             ended = await asyncio.gather(*(rpc.call(fleet.channel(address), [payload], 60) for rpc in rpcs))
             told = {rpc.path: type(error) for rpc, error in zip(rpcs, ended, strict=True)}
             assert set(told.values()) == {e.FrameInvalid}, told

@@ -87,6 +87,7 @@ def test_an_agents_image_says_how_it_runs_and_how_it_is_probed(image: Image) -> 
     assert image.config["Entrypoint"] == ["weightplane"]
     assert image.config["Healthcheck"]["Test"] == ["CMD", "weightplane", "health", "--addr", f"127.0.0.1:{port}"]
     assert list(image.config["ExposedPorts"]) == [f"{port}/tcp"]
+    assert (image.root / "checkpoints").stat().st_uid == 10001  # what a new volume there will have
 
 
 def test_an_agents_image_adds_nothing_that_its_base_has(image: Image) -> None:

@@ -47,7 +47,7 @@ WARM_SHARE = 0.2
 UNTIMELY = "/weightplane.v1.Lifecycle/Shutdown"
 """It would end the engine, as it should: it is not told the engine's present life."""
 WORDS_OF_OTHERS = ("NOT_FOUND", "INVALID_ARGUMENT")
-"""What health and reflection, which are not ours, say of names that they do not know."""
+"""What health, reflection and channelz, which are not ours, say of names and numbers that they do not know."""
 LEFT_TO_GRPC = ("RESOURCE_EXHAUSTED", "DEADLINE_EXCEEDED", "CANCELLED", "UNIMPLEMENTED")
 
 
@@ -132,8 +132,7 @@ class Servers:
     def targets(self) -> list[Target]:
         found = []
         for address, services in self._told["ports"].values():
-            all_of_it = {*services, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
-            for rpc in every_rpc(all_of_it):
+            for rpc in every_rpc(set(services)):
                 known = {"run_id": self._told["run"], "engine_id": "e0", "model": "policy"}
                 if rpc.path != UNTIMELY:
                     known["incarnation"] = self._told["incarnation"]

@@ -13,9 +13,11 @@ from pathlib import Path
 
 import grpc
 
+from controlplane.rpc.channels import open_channel
 from controlplane.rpc.logs import configure_logging
 from controlplane.rpc.server import RunningServer, start_server
 from engine_agent.members.head import Members
+from tests.support.every_rpc import served
 from tests.support.local_fleet import RUN, local_fleet
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
@@ -25,23 +27,29 @@ MEMBERS = "weightplane.local.v1.EngineMembers"
 
 
 async def serve(directory: Path) -> None:
-    async with local_fleet(directory, engines=1) as fleet:
+    async with local_fleet(directory, engines=1, channelz=True) as fleet:
         engine = await fleet.engine("e0")
         settings = TrainerSettings(fleet.address, run_id=RUN, address_file=directory / "trainer")
         trainer, members = TrainerAgent(settings, directory / "ranks.sock"), await _members()
         await trainer.start()
-        ports = {
-            "coordinator": [fleet.address, ["weightplane.v1.Fleet", "weightplane.v1.Operator"]],
-            "engine": [engine.endpoint, [f"weightplane.v1.{s}" for s in ("WeightUpdate", "Rollout", "Lifecycle")]],
-            "trainer": [(directory / "trainer").read_text(), ["weightplane.v1.Lifecycle"]],
-            "members": [members.address, [MEMBERS]],
+        addresses = {
+            "coordinator": fleet.address,
+            "engine": engine.endpoint,
+            "trainer": (directory / "trainer").read_text(),
+            "members": members.address,
         }
+        ports = {name: [address, await _services(address)] for name, address in addresses.items()}
         told = {"run": RUN, "incarnation": engine.status.engine.incarnation, "ports": ports}
         (directory / "ports.tmp").write_text(json.dumps(told))
         (directory / "ports.tmp").rename(directory / "ports.json")
         await asyncio.to_thread(sys.stdin.read)
         await members.stop()
         await trainer.close()
+
+
+async def _services(address: str) -> list[str]:
+    async with open_channel(address) as channel:
+        return sorted(await served(channel))
 
 
 async def _members() -> RunningServer:

@@ -46,6 +46,8 @@ def test_the_table_of_commands_has_nothing_that_no_page_shows() -> None:
 def test_who_is_said_to_run_a_command_is_there() -> None:
     for by in {e.by for e in ELSEWHERE} | set(PAGES_WITH_A_TEST.values()):
         assert "/" not in by or (REPOSITORY / by).exists(), by
+    for rule in (e for e in ELSEWHERE if e.shows):
+        assert rule.shows in (REPOSITORY / rule.by).read_text(), rule
     for command in commands():
         if isinstance(how(command), Elsewhere):
             files = [word for word in command.words if re.match(r"(tests|bench)/", word)]

@@ -16,12 +16,13 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from controlplane.core import errors as e
 from controlplane.core.access import POLICY, Role
 from controlplane.rpc.channels import open_channel
+from controlplane.rpc.errors import RemoteError
 from controlplane.rpc.security import ServerSecurity, TlsSettings, authority
 from controlplane.rpc.security.tokens import new_token
 from controlplane.rpc.server import RunningServer, start_server
 from engine_agent.members.head import Members
 from tests.support.certificates import People, people, token_for
-from tests.support.every_rpc import Rpc, every_rpc
+from tests.support.every_rpc import Rpc, every_rpc, served
 from tests.support.local_fleet import RUN, LocalFleet
 from trainer_agent.agent.daemon import TrainerAgent
 from trainer_agent.agent.settings import TrainerSettings
@@ -37,14 +38,19 @@ TOLD = (e.Unauthenticated, e.PermissionDenied)
 
 @dataclass(frozen=True)
 class Port:
-    """A server of one of the daemons, and what it serves."""
+    """A server of one of the daemons, and what it serves by its own word."""
 
     name: str
     address: str
-    services: frozenset[str]
+    services: set[str]
 
     def rpcs(self) -> list[Rpc]:
-        return list(every_rpc({*self.services, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}))
+        return list(every_rpc(self.services))
+
+
+async def _port(name: str, address: str, tls: TlsSettings) -> Port:
+    async with open_channel(address, tls) as channel:
+        return Port(name, address, await served(channel))
 
 
 @asynccontextmanager
@@ -53,7 +59,7 @@ async def every_port(directory: Path, tls: TlsSettings) -> AsyncIterator[list[Po
     fleet = LocalFleet(directory, lambda node: tls)
     trainer_address = directory / "trainer-address"
     try:
-        await fleet.start_coordinator()
+        await fleet.start_coordinator(channelz=True)
         fleet.start_engine("e0")
         await fleet.wait_for_engines(1)
         engine = (await fleet.engine("e0")).endpoint
@@ -65,10 +71,10 @@ async def every_port(directory: Path, tls: TlsSettings) -> AsyncIterator[list[Po
         members = await _members(tls)
         try:
             yield [
-                Port("coordinator", fleet.address, _names("Fleet", "Operator")),
-                Port("engine", engine, _names("WeightUpdate", "Rollout", "Lifecycle")),
-                Port("trainer", trainer_address.read_text(), _names("Lifecycle")),
-                Port("members", members.address, frozenset({MEMBERS})),
+                await _port("coordinator", fleet.address, tls),
+                await _port("engine", engine, tls),
+                await _port("trainer", trainer_address.read_text(), tls),
+                await _port("members", members.address, tls),
             ]
         finally:
             await members.stop()
@@ -85,14 +91,17 @@ async def _members(tls: TlsSettings) -> RunningServer:
     return await start_server("127.0.0.1:0", [register], ServerSecurity(tls, run_id=RUN))
 
 
-def _names(*names: str) -> frozenset[str]:
-    return frozenset(f"weightplane.v1.{name}" for name in names)
-
-
 async def _each(port: Port, tls: TlsSettings, rpcs: list[Rpc]) -> dict[str, e.WeightplaneError | None]:
     async with open_channel(port.address, tls) as channel:
         ended = await asyncio.gather(*(rpc.call(channel, [], REFUSAL_SECONDS) for rpc in rpcs))
     return {rpc.path: end for rpc, end in zip(rpcs, ended, strict=True)}
+
+
+async def test_what_is_called_here_is_every_rpc_of_every_service_that_there_is(tmp_path: Path) -> None:
+    async with every_port(tmp_path, people(tmp_path)("admin/all", RUN)) as ports:
+        assert {rpc.path for port in ports for rpc in port.rpcs()} == set(POLICY)
+        coordinator = next(port.services for port in ports if port.name == "coordinator")
+        assert {"weightplane.v1.Rollout", "grpc.channelz.v1.Channelz"} <= coordinator  # its proxy, and what admins see
 
 
 async def test_every_rpc_of_every_server_refuses_every_role_that_the_table_leaves_out(tmp_path: Path) -> None:
@@ -133,6 +142,8 @@ async def test_every_rpc_lets_in_every_role_that_the_table_names(tmp_path: Path)
         for port in ports:
             for role, ended in zip(Role, await asyncio.gather(*(_let_in(port, made, r) for r in Role)), strict=True):
                 assert not [end for end in ended if isinstance(end, TOLD)], (port.name, role)
+                untyped = [end for end in ended if isinstance(end, RemoteError) and end.code in ("INTERNAL", "UNKNOWN")]
+                assert not untyped, (port.name, role)
 
 
 async def _let_in(port: Port, made: People, role: Role) -> list[e.WeightplaneError | None]:

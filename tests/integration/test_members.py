@@ -6,13 +6,17 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import grpc
 import pytest
 import xxhash
 
 from controlplane.core.errors import DeadlineExceeded, InstallFailed, PeerLost
 from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.exit_codes import ExitCode
+from controlplane.rpc.channels import open_channel
+from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.server import RunningServer, start_server
 from engine_agent.engine import Placement, SegmentSpan, StagedWeights
 from engine_agent.members.head import MemberLink, Members
@@ -103,6 +107,16 @@ async def test_l7_a_member_of_another_run_or_engine_is_sent_away_for_good(run_id
         assert await asyncio.wait_for(asyncio.shield(task), 60) == ExitCode.CONFIG
         with pytest.raises(DeadlineExceeded, match="0 of 1 members"):
             await members.gather(0.0)
+
+
+async def test_whoever_says_nothing_at_all_is_told_that_a_hello_was_expected() -> None:
+    async with head() as (_, server), open_channel(server.address) as channel:
+        stub: Any = member_pb2_grpc.EngineMembersStub(channel)
+        call = stub.Attach()
+        await call.done_writing()
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await call.read()
+    assert from_rpc_error(ended.value).metadata() == {"expected": "hello", "got": "the end"}
 
 
 async def test_a_member_too_many_waits_outside_until_one_is_gone() -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from controlplane.core import errors as e
@@ -24,6 +25,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.errors import from_rpc_error
+from controlplane.software import MEGATRON, TORCH, software
 from tests.integration.test_fleet_commands import weightplane
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
@@ -38,6 +40,7 @@ TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
 ROOT = Path(__file__).parents[2]
 WHOLE = sum(4 * math.prod(shape) for shape in SHAPES.values())
 LIMIT_SECONDS = 4.0
+LATE_SECONDS = 120.0
 """Of a push that does not end; what is before the standing still takes less on a busy machine too."""
 PROMPTLY = 20.0
 """Seconds; an operation of gloo alone waits for 30."""
@@ -226,6 +229,14 @@ async def test_an_engine_agent_ends_when_it_is_told_and_keeps_no_rank_s_output(t
         assert await asyncio.wait_for(fleet.tasks.pop("e0"), 60) == ExitCode.OK
 
 
+async def test_both_sides_say_which_torch_they_run_on(tmp_path: Path) -> None:
+    async with fleet_for_toys(tmp_path, engines=1) as fleet, toy_trainer(fleet.address) as trainer:
+        await ObedientRanks.start(trainer, push_timeout=LATE_SECONDS)
+        view = await fleet.view()
+        assert list(view.engines[0].software) == software((TORCH,)) == [f"torch {torch.__version__}"]
+        assert list(view.trainers[0].software) == software((TORCH, MEGATRON))
+
+
 # ---- deadlines ----------------------------------------------------------------------------------
 
 
@@ -258,6 +269,29 @@ async def test_a_rank_that_stands_still_in_its_weights_is_named_with_its_bytes_a
             assert "stand_still" in traced(answer["stacks"])
         assert await fleet.applied("e0") is None
         await the_coordinator_keeps_them(fleet)
+
+
+async def test_what_hangs_is_seen_also_where_the_coordinators_own_limit_comes_first(tmp_path: Path) -> None:
+    """As with the settings' own values: 300 s until ready, and ten minutes for a push."""
+    async with (
+        fleet_for_toys(tmp_path, engines=1, ready_limit_seconds=LIMIT_SECONDS) as fleet,
+        toy_trainer(fleet.address) as trainer,
+    ):
+        ranks = await ObedientRanks.start(trainer, push_timeout=LATE_SECONDS)
+        with capture_logs() as logs:
+            orders = [ranks.tell(i, "push_standing_still", step=1, until=str(tmp_path / "go")) for i in range(2)]
+            await eventually(lambda: any(line["event"] == "stacks" for line in logs))
+        first = min((await fleet.view()).updates, key=lambda update: update.version.number)
+        assert first.phase == fleet_pb2.UPDATE_PHASE_FAILED
+        assert first.cause == "not ready in time: e0"
+        (tmp_path / "go").touch()
+        await ranks.answers(*orders)  # the push is repeated, and comes about
+        async with open_channel(fleet.address) as channel:
+            operator = operator_pb2_grpc.OperatorStub(channel)
+            asked = operator_pb2.GetStacksRequest(update_id=first.update_id)
+            found = await operator.GetStacks(asked, timeout=60)
+        assert found.processes[0].name == "rank 0"
+        assert "stand_still" in traced(found.processes[0].text or found.processes[0].problem)
 
 
 async def the_coordinator_keeps_them(fleet: LocalFleet) -> None:

@@ -41,6 +41,8 @@ class Elsewhere:
 
     pattern: str
     by: str
+    shows: str = ""
+    """Text in that file without which it would not run the command; empty where it calls what the command calls."""
 
 
 RUN = (
@@ -70,28 +72,29 @@ RUN = (
 )
 
 JOINS = "tests/integration/test_joins_and_drains.py"
+ORDERS = "tests/integration/test_engine_orders.py"
 ELSEWHERE = (
     Elsewhere(r"make (setup|test|check)", "every developer, and whatever tests this repository"),
-    Elsewhere(r"make demo", "tests/e2e/test_demo_tiny.py"),
+    Elsewhere(r"make demo", "tests/e2e/test_demo_tiny.py", '"demo"'),
     Elsewhere(r"make bench(-quick)?", "bench/"),
     Elsewhere(r"pip install weightplane\[ray\]", "tests/integration/test_up_ray.py"),
-    Elsewhere(r"weightplane up --ray", "tests/integration/test_up_ray.py"),
+    Elsewhere(r"weightplane up --ray", "tests/integration/test_up_ray.py", '"up", "--ray"'),
     Elsewhere(r"(export|mkdir|cd|cp) ", "the shell"),
-    Elsewhere(r"kill -9 ", "tests/integration/test_up.py"),
-    Elsewhere(r"weightplane coordinator --listen", "tests/unit/test_cli.py"),
+    Elsewhere(r"kill -9 ", "tests/integration/test_up.py", "signal.SIGKILL"),
+    Elsewhere(r"weightplane coordinator --listen", "tests/integration/test_watchdog.py", '"--listen", "127.0.0.1:0"'),
     Elsewhere(r"weightplane (coordinator|engine) --fleet", "tests/integration/test_up.py"),
     Elsewhere(r"weightplane up fleet.toml$", "tests/integration/test_examples.py"),
-    Elsewhere(r"weightplane engine --config", "tests/integration/test_engine_commands.py"),
-    Elsewhere(r"weightplane engine --member-of", "tests/integration/test_engine_of_nodes.py"),
+    Elsewhere(r"weightplane engine --config", "tests/integration/test_traces.py", '"engine", "--config"'),
+    Elsewhere(r"weightplane engine --member-of", "tests/integration/test_engine_of_nodes.py", '"--member-of"'),
     Elsewhere(r"weightplane trainer .*--", "tests/integration/test_examples.py"),
     Elsewhere(r"weightplane engines (keep|release)", JOINS),
-    Elsewhere(r"weightplane engines (drain|shutdown) engine-\d --wait", JOINS),
-    Elsewhere(r"python -m vllm\.entrypoints", "tests/support/vllm_server.py"),
-    Elsewhere(r"--[\w-]+-path [\w.]+$", "tests/unit/test_slime_rollouts.py"),
-    Elsewhere(r"systemctl (enable|start|status)", "tests/deploy/test_systemd.py"),
-    Elsewhere(r"buildah build", "tests/deploy/test_images.py"),
+    Elsewhere(r"weightplane engines (drain|shutdown) engine-\d --wait", ORDERS, '"shutdown", "e1", "--wait"'),
+    Elsewhere(r"python -m vllm\.entrypoints", "tests/support/vllm_server.py", "vllm.entrypoints"),
+    Elsewhere(r"--[\w-]+-path [\w.]+$", "tests/unit/test_slime_rollouts.py", "-path"),
+    Elsewhere(r"systemctl (enable|start|status)", "tests/deploy/test_systemd.py", '"systemctl", "start"'),
+    Elsewhere(r"buildah build", "tests/deploy/images.py", '"build", "--isolation"'),
     Elsewhere(r"(pytest|\S*python -m pytest) ", "the test that it names"),
-    Elsewhere(r"\S*python -m examples\.run ", "tests/integration/test_examples.py"),
+    Elsewhere(r"\S*python -m examples\.run ", "tests/integration/test_examples.py", "examples.run"),
     Elsewhere(r"\S*python bench/", "bench/"),
 )
 

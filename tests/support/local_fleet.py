@@ -288,11 +288,13 @@ class LocalFleet:
 
 
 @asynccontextmanager
-async def local_fleet(directory: Path, engines: int = 2, **memory: Any) -> AsyncIterator[LocalFleet]:
+async def local_fleet(
+    directory: Path, engines: int = 2, *, channelz: bool = False, **memory: Any
+) -> AsyncIterator[LocalFleet]:
     """Coordinator, engines and the trainer's lease."""
     fleet = LocalFleet(directory)
     try:
-        await fleet.start_coordinator()
+        await fleet.start_coordinator(channelz=channelz)
         for i in range(engines):
             fleet.start_engine(f"e{i}", **memory)
         await fleet.wait_for_engines(engines)

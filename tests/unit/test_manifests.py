@@ -1,17 +1,23 @@
-"""The container and Kubernetes files in deploy/: valid by Kubernetes' own schemas, and what they promise of sharing."""
+"""The container and Kubernetes files in deploy/: valid by their own schemas; what they promise of sharing and users."""
 
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import subprocess
+import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from check_jsonschema.builtin_schemas import get_builtin_schema
 
 from controlplane.config import load_values
 from controlplane.coordinator.daemon import CoordinatorSettings
@@ -21,6 +27,8 @@ from tests.support.eventually import eventually_blocking
 from trainer_agent.agent.settings import TrainerSettings
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
+COMPOSE = DEPLOY / "containers/compose.yaml"
+SOURCES = os.pathsep.join(map(str, (DEPLOY.parent, DEPLOY.parent / "protos")))
 KUBERNETES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
 SETTINGS: dict[str, type[Any]] = {
     "coordinator.toml": CoordinatorSettings,
@@ -58,13 +66,82 @@ def pod_of(name: str) -> dict[str, Any]:
     return spec
 
 
+def containers() -> Iterator[tuple[str, dict[str, Any]]]:
+    for file in KUBERNETES:
+        sets = [d for d in documents(file) if d["kind"] == "StatefulSet"]
+        yield from ((f"{file.stem}: {c['name']}", c) for d in sets for c in d["spec"]["template"]["spec"]["containers"])
+
+
+@pytest.mark.parametrize("container", [c for _, c in containers()], ids=[name for name, _ in containers()])
+def test_each_container_has_three_probes_that_ask_grpcs_health(container: dict[str, Any]) -> None:
+    """Not the open port: a hung event loop's stays open. And the command may show a certificate."""
+    health = ["weightplane", "health"]
+    port = {"engine-1": 7172, "trainer": 7272, "coordinator": 7070}.get(container["name"], 7171)
+    asked = ["--addr", f"localhost:{port}"]
+    alive = [*health, "--alive", *asked]
+    if container["name"] == "trainer":  # one that stays down is not started again
+        alive = ["sh", "-c", f"test -e /var/lib/weightplane/trainer-stays-down || {shlex.join(alive)}"]
+    wanted = {"startupProbe": alive, "readinessProbe": [*health, *asked], "livenessProbe": alive}
+    found = {name: container.get(name, {}).get("exec", {}).get("command") for name in wanted}
+    assert found == wanted
+    shown = {e["name"] for e in container.get("env", [])}
+    assert {"WEIGHTPLANE_TLS_CA", "WEIGHTPLANE_TLS_CERT", "WEIGHTPLANE_TLS_KEY"} <= shown
+
+
 def test_trainer_and_engines_of_one_node_share_memory_and_ipc() -> None:
     containers = pod_of("colocated.yaml")["containers"]  # one pod: one IPC namespace
     mounted = {c["name"]: {m["name"] for m in c["volumeMounts"] if m["mountPath"] == "/dev/shm"} for c in containers}
     assert mounted == {"engine-0": {"shm"}, "engine-1": {"shm"}, "trainer": {"shm"}}
-    compose = yaml.safe_load((DEPLOY / "containers/compose.yaml").read_text())["services"]
+    compose = compose_services()
     assert (compose["engine"]["ipc"], compose["trainer"]["ipc"]) == ("shareable", "service:engine")
     assert compose["engine"]["shm_size"] != "64m"
+
+
+def compose_services() -> dict[str, dict[str, Any]]:
+    services: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE.read_text())["services"]
+    return services
+
+
+def test_the_compose_specification_takes_the_compose_file() -> None:
+    jsonschema.validate(yaml.safe_load(COMPOSE.read_text()), get_builtin_schema("vendor.compose-spec"))
+
+
+@pytest.mark.parametrize("service", sorted(compose_services()))
+def test_an_image_owns_what_its_service_mounts_a_new_volume_at(service: str) -> None:
+    """Else the volume is root's, and the container's user cannot write."""
+    volumes = [volume.split(":") for volume in compose_services()[service]["volumes"]]
+    wanted = {target for source, target, *_ in volumes if not source.startswith(".")}
+    containerfile = (DEPLOY / f"containers/{service}.Containerfile").read_text()
+    homes = re.findall(r"--uid 10001 .*--home-dir (\S+)", containerfile)
+    made = re.findall(r"install -d -o 10001 -g 10001 (\S+)", containerfile)
+    assert wanted <= {*homes, *made}
+
+
+def read_by(user: int, file: Path) -> bool:
+    return subprocess.run(["cat", str(file)], user=user, group=user, capture_output=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")
+def test_the_compose_files_first_lines_make_keys_that_its_containers_read_and_no_other() -> None:
+    head = [line[4:] for line in COMPOSE.read_text().splitlines() if line.startswith("#   ")]
+    *made, up = [shlex.split(line) for line in head]
+    assert up[:2] == ["docker", "compose"]
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        for command in made:
+            own = [word for word in command if word != "sudo"]
+            python = ["-m", "controlplane.cli.main", *own[1:]]
+            does = [sys.executable, *python] if own[0] == "weightplane" else own
+            subprocess.run(does, cwd=directory, env=os.environ | {"PYTHONPATH": SOURCES}, check=True, timeout=60)
+        certs = Path(directory) / "deploy/containers/certs"
+        named = {Path(path).name for text in compose_texts() for path in re.findall(r"/certs/([\w.]+)", text)}
+        assert {"coordinator.key", "engine.key", "trainer.key", "viewer.key", "ca.pem"} <= named
+        assert all(read_by(10001, certs / name) for name in named)
+        assert not any(read_by(10001, certs / name) for name in ("ca.key", "admin.key"))
+
+
+def compose_texts() -> Iterator[str]:
+    yield from (file.read_text() for file in (COMPOSE, *(DEPLOY / "containers").glob("*.toml")))
 
 
 def settings_texts() -> Iterator[tuple[str, str, str]]:

@@ -17,7 +17,7 @@ from controlplane.core.errors import StaleTerm, WeightplaneError
 from trainer_agent.agent import outcome, stuck
 from trainer_agent.agent.begin import abort_update
 from trainer_agent.agent.streams import EngineStreams
-from trainer_agent.agent.watch import DECIDED, UpdateWatch
+from trainer_agent.agent.watch import COMMITS, DECIDED, UpdateWatch
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -75,7 +75,7 @@ class Deciding:
     byte_count: int
     """Of the whole version."""
     look: Callable[[stuck.Waited], None]
-    """Told in the moment that the limit came: who was waited for."""
+    """Told in the moment that the limit came, the ranks' or the coordinator's: who was waited for."""
 
     async def wait(self) -> None:
         """Before GO a failure, a refusal or the limit ends the push; after GO only time does, and a streaming engine
@@ -95,6 +95,8 @@ class Deciding:
                 await asyncio.wait({decision}, timeout=self.limit.left + DECIDE_SECONDS)
             if not decision.done():
                 raise trouble.result() if trouble.done() else self._late()
+            if watch.out_of_time:
+                self.look(self._waited(watch.before))
         finally:
             decision.cancel()
             trouble.cancel()
@@ -102,11 +104,16 @@ class Deciding:
     def _late(self) -> WeightplaneError:
         """The ranks' limit came first."""
         state = self.watch.state
-        ready = stuck.before_go(self.streams.progress(), self.byte_count)
-        waited = stuck.after_go(state, self.streams.assignments) if self.watch.commits else ready
+        waited = self._waited(state)
         self.look(waited)
         phase = fleet_pb2.UpdatePhase.Name(state.phase).removeprefix("UPDATE_PHASE_").lower()
         return waited.late(f"push ({phase})", self.limit.took)
+
+    def _waited(self, state: fleet_pb2.UpdateState) -> stuck.Waited:
+        """For whom the update waits in `state`."""
+        if state.phase in COMMITS:
+            return stuck.after_go(state, self.streams.assignments)
+        return stuck.before_go(self.streams.progress(), self.byte_count)
 
     async def _trouble(self) -> WeightplaneError:
         """What makes going on senseless: a failure, a fence, a required engine that refused while all others wait."""

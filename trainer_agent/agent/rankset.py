@@ -11,6 +11,7 @@ import uuid
 from controlplane.core.errors import FrameInvalid, LayoutInvalid, PeerLost, WeightplaneError
 from controlplane.core.layout import Layout
 from controlplane.rpc.codec import layout_from_parts
+from controlplane.software import MEGATRON, TORCH, software
 from trainer_agent.agent.load import load_of
 from trainer_agent.agent.ranks import RankConnection
 from trainer_agent.transports import sends
@@ -148,6 +149,7 @@ class RankSet:
             incarnation=self.incarnation,
             transports=sends(link_host),
             load=load_of(self.layout, chunk_bytes),
+            software=software((TORCH, MEGATRON)),
         )
         for rank, connection in sorted(self.members.items()):
             join = connection.join

@@ -34,6 +34,8 @@ class UpdateWatch:
         self.state = fleet_pb2.UpdateState(
             update_id=begun.update_id, version=begun.version, phase=fleet_pb2.UPDATE_PHASE_PREPARING
         )
+        self.before = self.state
+        """The last one before the decision."""
 
     @property
     def decided(self) -> bool:
@@ -43,6 +45,14 @@ class UpdateWatch:
     def commits(self) -> bool:
         """Whether commit frames may go."""
         return self.state.phase in COMMITS
+
+    @property
+    def out_of_time(self) -> bool:
+        """Whether it was the coordinator's own limit that ended it. Both times are the coordinator's."""
+        failed = self.decided and self.state.phase != fleet_pb2.UPDATE_PHASE_COMMITTED
+        if not (failed and self.state.HasField("decide_time") and self.before.HasField("deadline_time")):
+            return False
+        return self.state.decide_time.ToNanoseconds() >= self.before.deadline_time.ToNanoseconds()
 
     async def run(self) -> None:
         """Follow the update; returns when it is decided, or unknown to the coordinator."""
@@ -81,6 +91,8 @@ class UpdateWatch:
         self.state = state
         if self.decided:
             self._decided.set()
+        else:
+            self.before = state
         if self.decided or self.commits:
             self._may_go.set()
 

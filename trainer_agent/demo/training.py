@@ -25,6 +25,7 @@ from trainer_agent.demo.rollout_worker import Ask, Rollout, RolloutWorker
 from trainer_agent.demo.settings import GrpoSettings
 from trainer_agent.demo.stopwatch import Stopwatch
 from trainer_agent.demo.task import MAX_TOKENS, Task, draw_prompts, greedy_sampling, task_for, training_sampling
+from trainer_agent.first_rank import from_first
 from trainer_agent.megatron.export import export_hf
 from trainer_agent.megatron.families import read_config
 from trainer_agent.megatron.source import MegatronSource
@@ -181,11 +182,7 @@ class TrainingRun:
 
     def _roll_out(self, asks: Sequence[Ask]) -> list[Rollout]:
         """Rank 0 asks the engines; every rank gets all rollouts."""
-        box: list[list[Rollout] | None] = [self.worker.generate(asks, self.version) if self.worker else None]
-        dist.broadcast_object_list(box, src=0)
-        rollouts = box[0]
-        assert rollouts is not None
-        return rollouts
+        return from_first(list[Rollout], lambda: self.worker.generate(asks, self.version) if self.worker else [])
 
     def _batch(self, rollouts: Sequence[Rollout], rewards: Sequence[float]) -> Batch:
         advantages = group_advantages(rewards, self.settings.group_size)

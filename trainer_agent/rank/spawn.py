@@ -19,6 +19,7 @@ import torch.distributed as dist
 from controlplane.core.errors import IncompatibleNode, InvalidRequest, PeerLost
 from trainer_agent import wire
 from trainer_agent.directories import private_directory
+from trainer_agent.first_rank import from_first
 
 STOP_SECONDS = 45.0
 """How long a sidecar may take to end after its last rank left: it ends the checkpoint that it writes, says goodbye and
@@ -105,7 +106,5 @@ def find_agent(
         problem = "initialise it before TrainerRank.join(), or start the ranks with `weightplane trainer`"
         raise InvalidRequest(field="torch.distributed", problem=problem)
     sidecar = Sidecar(coordinator, run_id, config) if place.local_rank == 0 else None
-    shared: list[str] = [str(sidecar.socket) if sidecar else ""]
-    if not alone:
-        dist.broadcast_object_list(shared, src=0)
-    return Path(shared[0]), sidecar
+    socket = str(sidecar.socket) if sidecar else ""
+    return Path(socket if alone else from_first(str, lambda: socket)), sidecar

@@ -131,6 +131,7 @@ class EngineHello(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     LIKENESS_FIELD_NUMBER: _builtins.int
     MAX_REQUESTS_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     endpoint: _builtins.str
     """Where its services are reached, host:port."""
     host_id: _builtins.str
@@ -177,6 +178,12 @@ class EngineHello(_message.Message):
     def transports(self) -> _containers.RepeatedScalarFieldContainer[_weight_update_pb2.Transport.ValueType]:
         """How bytes can reach it. Empty: TRANSPORT_SHARED_MEMORY and TRANSPORT_INLINE."""
 
+    @_builtins.property
+    def software(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its vLLM runs on, for people: `torch 2.13.0`. Set by the agent where the engine is in its own environment; empty
+        where somebody else runs it. Nothing is decided by it.
+        """
+
     def __init__(
         self,
         *,
@@ -195,10 +202,11 @@ class EngineHello(_message.Message):
         transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
         likeness: _builtins.str = ...,
         max_requests: _builtins.int = ...,
+        software: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "incarnation_number", b"incarnation_number", "likeness", b"likeness", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capabilities", b"capabilities", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "incarnation_number", b"incarnation_number", "likeness", b"likeness", "max_coordinator_term", b"max_coordinator_term", "max_number", b"max_number", "max_requests", b"max_requests", "max_term", b"max_term", "software", b"software", "status", b"status", "transports", b"transports", "unit", b"unit", "unit_size", b"unit_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,6 +228,7 @@ class TrainerHello(_message.Message):
     TAKEOVER_FIELD_NUMBER: _builtins.int
     TRANSPORTS_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run."""
     model: _builtins.str
@@ -246,6 +255,12 @@ class TrainerHello(_message.Message):
     def load(self) -> Global___Load:
         """What it will send, as far as a plan needs to know."""
 
+    @_builtins.property
+    def software(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its ranks run on, for people: `torch 2.13.0`, `megatron-core 0.16.1`. Set by the agent, from the environment that it
+        shares with its ranks. Nothing is decided by it.
+        """
+
     def __init__(
         self,
         *,
@@ -259,10 +274,11 @@ class TrainerHello(_message.Message):
         takeover: _builtins.bool = ...,
         transports: _abc.Iterable[_weight_update_pb2.Transport.ValueType] | None = ...,
         load: Global___Load | None = ...,
+        software: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_incarnation", b"ended_incarnation", "held_term", b"held_term", "incarnation", b"incarnation", "load", b"load", "model", b"model", "ranks", b"ranks", "run_id", b"run_id", "takeover", b"takeover", "trainer_id", b"trainer_id", "transports", b"transports"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ended_incarnation", b"ended_incarnation", "held_term", b"held_term", "incarnation", b"incarnation", "load", b"load", "model", b"model", "ranks", b"ranks", "run_id", b"run_id", "software", b"software", "takeover", b"takeover", "trainer_id", b"trainer_id", "transports", b"transports"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

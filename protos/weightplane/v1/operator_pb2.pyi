@@ -905,6 +905,7 @@ class EngineView(_message.Message):
     LAG_FIELD_NUMBER: _builtins.int
     LIKENESS_FIELD_NUMBER: _builtins.int
     HOST_ID_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     known: _builtins.bool
     """Its session lives: the report is current (INV-8). Else the engine is UNKNOWN."""
     routable: _builtins.bool
@@ -955,6 +956,10 @@ class EngineView(_message.Message):
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What it can do, as its hello said."""
 
+    @_builtins.property
+    def software(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What it runs on, as its hello said: a package's name and its version. Empty: it does not say."""
+
     def __init__(
         self,
         *,
@@ -975,10 +980,11 @@ class EngineView(_message.Message):
         lag: _builtins.int | None = ...,
         likeness: _builtins.str = ...,
         host_id: _builtins.str = ...,
+        software: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "desired", b"desired", "kept", b"kept", "lag", b"lag", "report_time", b"report_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "capabilities", b"capabilities", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "kept", b"kept", "known", b"known", "lag", b"lag", "likeness", b"likeness", "report_time", b"report_time", "routable", b"routable", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_lag", b"_lag", "capabilities", b"capabilities", "catch_up", b"catch_up", "conditions", b"conditions", "desired", b"desired", "device_uuids", b"device_uuids", "endpoint", b"endpoint", "group", b"group", "host_id", b"host_id", "kept", b"kept", "known", b"known", "lag", b"lag", "likeness", b"likeness", "report_time", b"report_time", "routable", b"routable", "software", b"software", "status", b"status", "unit", b"unit", "verification", b"verification"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__lag: _TypeAlias = _typing.Literal["lag"]  # noqa: Y015
     _WhichOneofArgType__lag: _TypeAlias = _typing.Literal["_lag", b"_lag"]  # noqa: Y015
@@ -1001,6 +1007,7 @@ class TrainerView(_message.Message):
     LEASE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     RANK_COUNT_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
+    SOFTWARE_FIELD_NUMBER: _builtins.int
     trainer_id: _builtins.str
     """Its name."""
     model: _builtins.str
@@ -1025,6 +1032,12 @@ class TrainerView(_message.Message):
     def lease_expire_time(self) -> _timestamp_pb2.Timestamp:
         """When its lease ends, unless renewed."""
 
+    @_builtins.property
+    def software(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What its ranks run on, as its hello said: a package's name and its version. Empty: it does not say, or has not since
+        the coordinator restarted.
+        """
+
     def __init__(
         self,
         *,
@@ -1037,10 +1050,11 @@ class TrainerView(_message.Message):
         lease_expire_time: _timestamp_pb2.Timestamp | None = ...,
         rank_count: _builtins.int = ...,
         left: _builtins.bool = ...,
+        software: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lease_expire_time", b"lease_expire_time", "status", b"status"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "incarnation", b"incarnation", "lease_expire_time", b"lease_expire_time", "left", b"left", "model", b"model", "rank_count", b"rank_count", "status", b"status", "term", b"term", "trainer_id", b"trainer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["connected", b"connected", "incarnation", b"incarnation", "lease_expire_time", b"lease_expire_time", "left", b"left", "model", b"model", "rank_count", b"rank_count", "software", b"software", "status", b"status", "term", b"term", "trainer_id", b"trainer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
