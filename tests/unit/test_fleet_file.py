@@ -171,6 +171,11 @@ def test_server_groups_become_groups_with_devices_numbered_through(tmp_path: Pat
             "3 devices do",
         ),
         ("vllm: [{name: a, model_path: m, server_groups: [{num_gpu: 3}]}]", "did you mean num_gpus?"),
+        (
+            "vllm: [{name: a, model_path: m, update_weights: false, server_groups: "
+            "[{worker_type: prefill}, {worker_type: decode}]}]",
+            "a, group 0: prefill engines wait for a version of their pair, which update_weights: false never brings",
+        ),
         ("vllm: [", "is not valid YAML"),
     ],
 )
