@@ -9,8 +9,8 @@
 Read: sizes cascade from group to model; `update_weights: false` is a frozen model; prefill and decode groups of a model
 are a pair; a placeholder takes devices and starts nothing; overrides are vLLM's arguments. Refused: what has no meaning
 here (encoder groups, other keys), sizes that do not divide, and prefill and decode groups of a frozen model: a pair
-opens its one gate when all of it took a version, and nobody brings one. Devices are numbered from 0 in the file's order,
-as there.
+opens its one gate when all of it took a version, and nobody brings one. Devices are numbered from 0 in the order of the
+file, as there.
 """
 
 from __future__ import annotations
