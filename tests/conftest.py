@@ -31,6 +31,8 @@ _LAST = (
     "test_each_reason_is_produced_by_some_test",
     "test_no_more_real_engines_were_started_than_the_run_has_time_for",
 )
+_LEFT_OUT = ("pytest.mark.slow", "pytest.mark.deploy")
+"""Of what `make test` runs; a module whose tests are all marked so takes part by its absence."""
 _TESTS = Path(__file__).parent
 _PURE = tuple(_TESTS / name for name in ("unit", "contract", "sim", "cases"))
 """Where tests share nothing with each other, unless they start real engines."""
@@ -103,8 +105,8 @@ def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config
     _took_part.update(str(path) for path in here)
     here |= {Path(name) for name in _took_part}
     every = set(_TESTS.rglob("test_*.py"))
-    slow = {path for path in every if path not in here and "pytest.mark.slow" in path.read_text()}
-    whole = here | slow | {item.path for item in last} >= every and not config.option.keyword
+    left_out = {path for path in every - here if any(mark in path.read_text() for mark in _LEFT_OUT)}
+    whole = here | left_out | {item.path for item in last} >= every and not config.option.keyword
     items[:] = rest + (last if whole else [])
 
 

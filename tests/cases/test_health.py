@@ -229,7 +229,8 @@ async def test_an_engine_that_dies_again_and_again_is_given_up_with_a_code_of_it
     (last,) = [line for line in logs if line["event"] == "engine_died_too_often"]
     assert (last["log_level"], last["in_a_row"]) == ("error", 3)
     view = await fleet.find_engine("e9")
-    assert view is None if dies == "start" else not view.routable  # what never lived was never spoken of
+    assert (view is None) == (dies == "start"), "what never lived was never spoken of"
+    assert view is None or not view.routable
 
 
 # ---- L6 -----------------------------------------------------------------------------------------
