@@ -1,9 +1,10 @@
 """What every test module may rely on: it finds the environment as the run began, whatever ran before it.
 
 And what a whole run proves at its end: each reason of `controlplane.core.errors` was produced by the product itself, in
-some test. A run of a part of the tests proves nothing about that, and says nothing. A whole run may be of several
-parts, each with several workers: `--reasons FILE` hands on what the parts before it came to. The part with the proof in
-it is then the last one: it fails if any module was left out, rather than prove nothing in silence.
+some test; and one without the slow tests started no more real engines than it has time for. A run of a part of the
+tests proves nothing about that, and says nothing. A whole run may be of several parts, each with several workers:
+`--reasons FILE` hands on what the parts before it came to. The part with the proofs in it is then the last one: it
+fails if any module was left out, rather than prove nothing in silence.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pytest
 from hypothesis import settings
 
 from controlplane.core.errors import WeightplaneError
+from tests.support.engine_starts import EngineStarts
 
 settings.register_profile("weightplane", deadline=None)
 settings.load_profile("weightplane")
@@ -26,12 +28,16 @@ settings.load_profile("weightplane")
 _PRODUCT = ("controlplane.", "engine_agent.", "trainer_agent.")
 _NOT_PRODUCERS = ("controlplane.core.errors", "controlplane.sim.")
 """The first rebuilds what another process raised; the simulator plays engines that fail."""
-_LAST = "test_each_reason_is_produced_by_some_test"
+_LAST = (
+    "test_each_reason_is_produced_by_some_test",
+    "test_no_more_real_engines_were_started_than_the_run_has_time_for",
+)
 _TESTS = Path(__file__).parent
 _PURE = tuple(_TESTS / name for name in ("unit", "contract", "sim", "cases"))
 """Where tests share nothing with each other, unless they start real engines."""
 produced: dict[str, str] = {}
 """By reason: the module of the product that raised it first."""
+engine_starts = EngineStarts()
 _took_part: set[str] = set()
 """Modules of tests of this run's earlier parts, and of this one."""
 _EXCUSED = ("pytest.mark.slow", "pytest.mark.deploy")
@@ -64,6 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """Told to the main process by a worker of its (pytest-xdist), which tells the next part of the run."""
+    engine_starts.end()
     came_to = {"produced": produced, "modules": sorted(_took_part)}
     told, file = getattr(session.config, "workeroutput", None), session.config.getoption("reasons")
     if told is not None:
@@ -92,9 +99,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The proof comes last, and only where every module takes part, or should have."""
-    last = [item for item in items if item.name == _LAST]
-    rest = [item for item in items if item.name != _LAST]
+    """The proofs come last, and only where every module takes part, or should have."""
+    last = [item for item in items if item.name in _LAST]
+    rest = [item for item in items if item.name not in _LAST]
+    if any(item.get_closest_marker("real") for item in rest):
+        engine_starts.begin()
     _took_part.update(str(item.path) for item in rest)
     absent = _absent({Path(name) for name in _took_part} | {item.path for item in last})
     meant_whole = config.getoption("reasons") is not None

@@ -17,6 +17,7 @@ from controlplane.cli.ending import CommandFailed, reported
 from controlplane.exit_codes import ExitCode
 
 if TYPE_CHECKING:
+    from engine_agent.members.member import MemberSettings
     from trainer_agent.agent.settings import TrainerSettings
 
 T = TypeVar("T")
@@ -115,9 +116,13 @@ def engine(
     if (member_of is None) != (head is None):
         raise typer.BadParameter("--member-of and --head go together: the engine, and where its agent is")
     if member_of is not None:
-        from engine_agent.members.member import MemberSettings, run_member
+        from engine_agent.members.member import run_member
 
-        member = _settings(MemberSettings, config, _given(sets, engine_id=member_of, head=head))
+        if any((listen, coordinator, engine_id, insecure)):
+            raise typer.BadParameter(
+                "a member serves nobody: --listen, --coordinator, --insecure and --id are an agent's"
+            )
+        member = _member(member_of, fleet, config, _given(sets, engine_id=member_of, head=head))
         _prepare("member", log_level, log_format, die_with_parent)
         return asyncio.run(run_member(member))
     given = _given(sets, listen=listen, coordinator=coordinator, insecure=_flag(insecure))
@@ -164,6 +169,16 @@ def trainer(
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, log_format, die_with_parent)
     return asyncio.run(run_trainer(settings, command))
+
+
+def _member(engine_id: str, fleet: Path | None, config: Path | None, given: dict[str, Any]) -> MemberSettings:
+    from controlplane.cli.up.settings import member_of
+    from engine_agent.members.member import MemberSettings
+
+    if fleet is None:
+        return _settings(MemberSettings, config, given)
+    _only_one(config)
+    return member_of(fleet, engine_id, given)
 
 
 def _trainer_of(

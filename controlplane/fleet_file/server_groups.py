@@ -8,8 +8,9 @@
 
 Read: sizes cascade from group to model; `update_weights: false` is a frozen model; prefill and decode groups of a model
 are a pair; a placeholder takes devices and starts nothing; overrides are vLLM's arguments. Refused: what has no meaning
-here (encoder groups, other keys), and sizes that do not divide. Devices are numbered from 0 in the file's order, as
-there.
+here (encoder groups, other keys), sizes that do not divide, and prefill and decode groups of a frozen model: a pair
+opens its one gate when all of it took a version, and nobody brings one. Devices are numbered from 0 in the order of the
+file, as there.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ def _group(model: _Model, number: int, group: _ServerGroup, first: int) -> Group
     each = group.num_gpus_per_engine or model.num_gpus_per_engine
     if each < 1 or group.num_gpus % each:
         raise ValueError(f"{model.name}, group {number}: {group.num_gpus} devices do not divide by {each}")
-    role = Role(group.worker_type) if model.update_weights or group.worker_type != "regular" else Role.FROZEN
+    role = _role(model, number, group.worker_type)
     return GroupSettings(
         name=f"{model.name}-{group.worker_type}-{number}" if len(model.server_groups) > 1 else model.name,
         count=group.num_gpus // each,
@@ -97,3 +98,12 @@ def _group(model: _Model, number: int, group: _ServerGroup, first: int) -> Group
         devices=tuple(range(first, first + group.num_gpus)),
         vllm={"model": str(Path(model.model_path)), "vllm_arguments": dict(group.overrides)},
     )
+
+
+def _role(model: _Model, number: int, worker_type: WorkerType) -> Role:
+    if model.update_weights:
+        return Role(worker_type)
+    if worker_type != "regular":
+        problem = f"{worker_type} engines wait for a version of their pair, which update_weights: false never brings"
+        raise ValueError(f"{model.name}, group {number}: {problem}; a frozen model has worker_type: regular")
+    return Role.FROZEN

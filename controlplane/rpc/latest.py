@@ -14,7 +14,7 @@ class Latest(Generic[T]):
 
     def __init__(self, value: T) -> None:
         self._value = value
-        self._changed = asyncio.Event()
+        self._changed, self._ended = asyncio.Event(), False
         self._watchers, self._watched = 0, asyncio.Event()
 
     @property
@@ -25,10 +25,16 @@ class Latest(Generic[T]):
         """Replace the value and wake every watcher."""
         self._value = value
         self._changed.set()
-        self._changed = asyncio.Event()
+        if not self._ended:
+            self._changed = asyncio.Event()
+
+    def end(self) -> None:
+        """Whoever watches has seen the last value, or sees it, and watches no more."""
+        self._ended = True
+        self._changed.set()
 
     async def watch(self) -> AsyncIterator[T]:
-        """The value now, and after each change. Endless."""
+        """The value now, and after each change, until `end`."""
         self._watchers += 1
         self._watched.set()
         try:
@@ -36,6 +42,8 @@ class Latest(Generic[T]):
                 changed = self._changed
                 yield self._value
                 await changed.wait()
+                if self._ended and changed is self._changed:
+                    return
         finally:
             self._watchers -= 1
             if not self._watchers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 import structlog
@@ -191,6 +192,24 @@ class EngineLife:
 
 
 class EngineLifeHolder:
-    """Where the services find the present life."""
+    """Where the services find the present life, and those who watch an engine its next one."""
 
-    life: EngineLife
+    _life: EngineLife | None = None
+
+    @property
+    def life(self) -> EngineLife:
+        assert self._life is not None  # the agent has one before it serves
+        return self._life
+
+    @life.setter
+    def life(self, life: EngineLife) -> None:
+        before, self._life = self._life, life
+        if before is not None:
+            before.state.end()
+
+    async def follow(self) -> AsyncIterator[EngineLife]:
+        """The present life, now and at each change of its state, and after it each next one so."""
+        while True:
+            life = self.life
+            async for _ in life.state.watch():
+                yield life

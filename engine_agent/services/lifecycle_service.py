@@ -113,8 +113,8 @@ class LifecycleService(lifecycle_pb2_grpc.LifecycleServicer):
     async def WatchStatus(
         self, request: lifecycle_pb2.WatchStatusRequest, context: Any
     ) -> AsyncIterator[lifecycle_pb2.WatchStatusResponse]:
-        life = self._of_run(request.run_id)
-        async for _ in life.state.watch():
+        self._of_run(request.run_id)
+        async for life in self._holder.follow():
             yield lifecycle_pb2.WatchStatusResponse(status=status_of(life))
 
     async def Shutdown(self, request: lifecycle_pb2.ShutdownRequest, context: Any) -> lifecycle_pb2.ShutdownResponse:

@@ -10,13 +10,17 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
+from controlplane.core.errors import EngineDied
 from controlplane.exit_codes import ExitCode
+from engine_agent.daemon import agent
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.engine import EngineFacts
@@ -197,6 +201,36 @@ async def test_L4_load_starves_no_probe(tmp_path: Path, monkeypatch: pytest.Monk
             assert await health(fleet, endpoint) == SERVING
             await asyncio.sleep(0)
         assert {len(tokens) for tokens, _, _ in await asyncio.gather(*samples)} == {100}
+
+
+# ---- deaths in a row ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dies", ["start", "probe"])
+async def test_an_engine_that_dies_again_and_again_is_given_up_with_a_code_of_its_own(
+    fleet: CaseFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: str
+) -> None:
+    """At its start, or as soon as it is there: a supervisor, and no loop in the agent, decides what comes then."""
+    monkeypatch.setattr(progress, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(agent, "RESTART_WAIT_SECONDS", (0.02, 0.02))
+    deaths: list[str] = []
+
+    async def die(self: MemoryEngine) -> Any:
+        if self._engine_id != "e9":
+            return None
+        deaths.append(self._engine_id)
+        raise EngineDied(engine_id="e9", cause="out of memory")
+
+    monkeypatch.setattr(MemoryEngine, dies, die)
+    settings = replace(_settings(fleet, tmp_path, "e9", "127.0.0.1:0"), max_restarts=2)
+    with capture_logs() as logs:
+        assert await asyncio.wait_for(run_engine(settings), 60) == ExitCode.ENGINE_FAILED
+    assert len(deaths) == 3, "its first life, and two more"
+    (last,) = [line for line in logs if line["event"] == "engine_died_too_often"]
+    assert (last["log_level"], last["in_a_row"]) == ("error", 3)
+    view = await fleet.find_engine("e9")
+    assert (view is None) == (dies == "start"), "what never lived was never spoken of"
+    assert view is None or not view.routable
 
 
 # ---- L6 -----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from engine_agent.engine import LiveRequests
 from engine_agent.vllm.engine import VllmEngine
 from tests.support.eventually import eventually
 from tests.support.hf_models import save_random
-from tests.support.real_rig import COUNT, Rig, real_rig, thirty_two, watch
+from tests.support.real_rig import COUNT, FAILS_AFTER, Rig, real_rig, thirty_two, watch
 from tests.support.recording_worker import CLASS, FILE_VARIABLE, Interval, read
 from tests.support.told_rank import Order, weights
 from weightplane.v1 import engine_pb2
@@ -112,16 +112,16 @@ async def test_a_version_that_comes_in_parts_says_what_transformers_says(rig: Ri
 
 
 @streaming
-@pytest.mark.parametrize("share", [0.0, 0.5, 1.0], ids=["none", "half", "all"])
+@pytest.mark.parametrize("share", FAILS_AFTER)
 async def test_P1_a_stream_that_fails_after_some_tensors_poisons_and_shuts_and_the_next_push_heals(
-    rig: Rig, share: float
+    rig: Rig, share: str
 ) -> None:
     """A push repeats itself: its second attempt is the next push."""
     before = await rig.pushed(Order(131))
     seen: list[engine_pb2.EngineStatus] = []
     watching = asyncio.create_task(watch(rig, seen))
     last = len(weights(rig.model, Order(131))) - 1
-    (rig.work / "failpoints" / "worker.install").write_text(f"raise after={int(share * last)}")
+    (rig.work / "failpoints" / "worker.install").write_text(f"raise after={FAILS_AFTER[share](last)}")
     async with thirty_two(rig, may_fail=True):
         number = await rig.pushed(Order(132))
     await eventually(lambda: any(s.gate_open and s.applied.number == number for s in seen), within=20)

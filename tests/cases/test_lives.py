@@ -11,6 +11,10 @@ from typing import Any
 import grpc
 import pytest
 
+from controlplane.core.errors import EngineDied
+from engine_agent.daemon import agent
+from engine_agent.life import progress
+from engine_agent.memory.engine import MemoryEngine
 from tests.cases.cargo import TRANSPORTS, Transport, refusals, transport_name
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.cases.samples import WITHIN, tokens_of
@@ -113,6 +117,32 @@ async def test_L2_an_update_that_was_planned_for_the_old_life_is_lost_with_it(fl
     assert list(view.state.models[0].served) == []
     assert not view.engines[0].routable
     assert view.updates[0].engines[0].lost
+
+
+async def test_L2_who_watches_an_engine_is_told_of_its_death_and_then_of_its_next_life(
+    fleet: CaseFleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine dies and its agent lives on: a watch of the old life alone would say `dead` for ever."""
+    monkeypatch.setattr(progress, "PROBE_SECONDS", 0.02)
+    monkeypatch.setattr(agent, "RESTART_WAIT_SECONDS", (0.05, 0.05))
+    await fleet.deliver(Weights())
+    before = await fleet.engine("e0")
+    watch, probe = fleet.note_statuses(before.endpoint), MemoryEngine.probe
+    await eventually(lambda: bool(watch.told))
+
+    async def dies(self: MemoryEngine) -> None:
+        monkeypatch.setattr(MemoryEngine, "probe", probe)
+        raise EngineDied(engine_id="e0", cause="the test says so")
+
+    monkeypatch.setattr(MemoryEngine, "probe", dies)
+    after = await fleet.wait_for_a_life_after(before.status.engine.incarnation)
+    await fleet.deliver(Weights())
+    new = after.status.engine.incarnation
+    await eventually(lambda: (watch.told[-1].engine.incarnation, number_of(watch.told[-1])) == (new, 2))
+    told = [(status.engine.incarnation, status.word) for status in watch.told]
+    at = told.index((before.status.engine.incarnation, "dead"))
+    assert {life for life, _ in told[:at]} == {before.status.engine.incarnation}
+    assert (new, "empty") in told[at:], "the new life is seen from its beginning, without the old one's version"
 
 
 # ---- the coordinator hears two lives ------------------------------------------------------------

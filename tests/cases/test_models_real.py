@@ -19,15 +19,28 @@ from controlplane.core.errors import DeadlineExceeded, VersionChanged
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.sample import Scores
 from controlplane.rpc.errors import from_rpc_error
+from tests.cases.samples import LiveSample
 from tests.support.eventually import eventually
 from tests.support.faulty_worker import CLASS, FAULTS, FILE_VARIABLE
 from tests.support.hf_models import VOCAB, save_random
 from tests.support.local_fleet import RUN
-from tests.support.real_rig import COUNT, LENGTH, PROMPT, RUNNING, Rig, Said, made_by, real_rig, thirty_two, watch
+from tests.support.real_rig import (
+    COUNT,
+    FAILS_AFTER,
+    LENGTH,
+    PROMPT,
+    RUNNING,
+    Rig,
+    Said,
+    made_by,
+    real_rig,
+    thirty_two,
+    watch,
+)
 from tests.support.reference import Reference
 from tests.support.tiny_rank import EMBEDDING_NAME
 from tests.support.told_rank import Order, weights
-from weightplane.v1 import engine_pb2, rollout_pb2, rollout_pb2_grpc
+from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc, pause_pb2, rollout_pb2, rollout_pb2_grpc
 
 pytestmark = [pytest.mark.real, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(400)]
 
@@ -179,16 +192,14 @@ async def test_R1_an_update_under_32_requests_loses_none_but_by_abort_and_their_
 # ---- installs that fail half-way ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0], ids=["none", "one", "half", "all"])
-async def test_P1_a_failure_after_some_tensors_poisons_and_shuts_and_the_next_push_heals(
-    rig: Rig, share: float
-) -> None:
+@pytest.mark.parametrize("share", FAILS_AFTER)
+async def test_P1_a_failure_after_some_tensors_poisons_and_shuts_and_the_next_push_heals(rig: Rig, share: str) -> None:
     """A push repeats itself: its second attempt is the next push."""
     before = await rig.pushed(Order(81))
     seen: list[engine_pb2.EngineStatus] = []
     watching = asyncio.create_task(watch(rig, seen))
     tensors = len(weights(rig.model, Order(81)))
-    (rig.work / "failpoints" / "worker.install").write_text(f"raise after={int(share * tensors)}")
+    (rig.work / "failpoints" / "worker.install").write_text(f"raise after={FAILS_AFTER[share](tensors)}")
     number = await rig.pushed(Order(82))
     watching.cancel()
     poisoned = [s for s in seen if s.weights == engine_pb2.WEIGHTS_STATE_POISONED]
@@ -198,6 +209,76 @@ async def test_P1_a_failure_after_some_tensors_poisons_and_shuts_and_the_next_pu
     assert (await rig.fleet.engine("e0")).status.refused.reason == "INSTALL_FAILED"
     assert number == before + 2
     assert await rig.says() == (rig.truth(Order(82)), [(number, 0, COUNT)])
+
+
+# ---- a person's commands ------------------------------------------------------------------------
+
+
+async def told(rig: Rig, method: str, request: Any, **fields: Any) -> Any:
+    """The answer of one Lifecycle call."""
+    view = await rig.fleet.engine("e0")
+    call = getattr(lifecycle_pb2_grpc.LifecycleStub(rig.fleet.channel(view.endpoint)), method)
+    return await call(request(run_id=RUN, engine=view.status.engine, **fields), timeout=150)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait"])
+async def test_a_persons_pause_leaves_no_request_in_vllm_and_the_next_ones_wait_for_the_resume(
+    rig: Rig, mode: str
+) -> None:
+    """vLLM refuses to forget its prefixes while a request holds any: that is its own word."""
+    order = Order(74)
+    number = await rig.pushed(order)
+    how = pause_pb2.PauseMode.Value(f"PAUSE_MODE_{mode.upper()}")
+    async with thirty_two(rig) as samples:
+        assert not await rig.llms[-1].reset_prefix_cache()
+        paused = await told(rig, "PauseGeneration", lifecycle_pb2.PauseGenerationRequest, owner="ann", mode=how)
+        assert [hold.owner for hold in paused.status.holds] == ["ann"]
+        assert (paused.aborted_requests > 0, paused.status.gate_open) == (mode == "abort", False)
+        await eventually(lambda: nothing_lives(rig))
+        await eventually(rig.llms[-1].reset_prefix_cache)
+        assert await nothing_lives(rig), "one went in by a shut gate"
+        before = len(samples)
+        await told(rig, "ResumeGeneration", lifecycle_pb2.ResumeGenerationRequest, owner="ann")
+    cut = [made for made in samples if made[1].finish_reason == "abort"]
+    assert (len(cut) > 0) == (mode == "abort")
+    assert len(samples) >= before + RUNNING
+    for prompt, sample in [*cut[:2], samples[-1]]:
+        (span,) = sample.spans
+        assert (span.version.number, span.start, span.end) == (number, 0, len(sample.tokens))
+        assert made_by(rig, order, sample, prompt, span)
+
+
+async def nothing_lives(rig: Rig) -> bool:
+    return (await rig.fleet.status("e0")).live_requests == 0
+
+
+async def test_who_is_named_ends_with_its_tokens_and_a_flush_forgets_prefixes_beside_one_that_goes_on(rig: Rig) -> None:
+    number = await rig.pushed(Order(75))
+    stub = await rollout_stub(rig)
+
+    async def cached() -> int:
+        request = rollout_pb2.GenerateRequest(
+            run_id=RUN, model="policy", prompt_token_ids=TEXT[:200], sampling=rollout_pb2.SamplingParams(max_tokens=1)
+        )
+        return (await LiveSample(stub.Generate(request, timeout=120)).end()).cached_prompt_tokens
+
+    assert await cached() == 0
+    assert await cached() > 100
+    named, other = (LiveSample(stub.Generate(long(400, name), timeout=150)) for name in ("named", "other"))
+    await asyncio.gather(named.has(3), other.has(3))
+    answer = await told(rig, "AbortRequests", lifecycle_pb2.AbortRequestsRequest, request_ids=["named", "nobody"])
+    assert list(answer.request_ids) == ["named"]
+    assert await named.reason() == "ABORT"
+    await told(rig, "FlushCache", lifecycle_pb2.FlushCacheRequest)
+    assert other.running, "it ended by itself: nothing was flushed beside it"
+    assert await cached() == 0
+    assert await other.reason() == "LENGTH"
+    truth = Reference(rig.written(Order(75)))
+    for sample in (named, other):
+        tokens = [token for token, _ in sample.stamps]
+        (span,) = (await sample.end()).spans
+        assert (span.version.number, span.start, span.end) == (number, 0, len(tokens))
+        assert max(truth.shortfalls({}, PROMPT, tokens)) < 1e-3
 
 
 # ---- scores, and what becomes of requests that nobody waits for ----------------------------------
@@ -259,9 +340,11 @@ async def test_a_score_that_an_install_comes_into_is_refused_and_asked_again_by_
     assert all(right(rig, by[number], TEXT, logprobs) for number, logprobs in said[:2] + said[-2:])
 
 
-def long(max_tokens: int) -> rollout_pb2.GenerateRequest:
-    sampling = rollout_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-    return rollout_pb2.GenerateRequest(run_id=RUN, model="policy", prompt_token_ids=PROMPT, sampling=sampling)
+def long(max_tokens: int, request_id: str = "") -> rollout_pb2.GenerateRequest:
+    sampling = rollout_pb2.SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+    return rollout_pb2.GenerateRequest(
+        run_id=RUN, model="policy", request_id=request_id, prompt_token_ids=PROMPT, sampling=sampling
+    )
 
 
 async def test_R4_a_client_that_goes_away_or_is_out_of_time_leaves_nothing_running_in_vllm(rig: Rig) -> None:

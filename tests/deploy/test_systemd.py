@@ -42,11 +42,13 @@ tensors = { SHAPES }
 [[groups]]
 name = "policy"
 count = 2
-"""
-TRAINER_SETTINGS = """
-coordinator = "127.0.0.1:7070"
-state_dir = "/var/lib/weightplane/trainer"
-checkpoint_root = "/var/lib/weightplane/checkpoints"
+[[trainers]]
+name = "policy"
+script = "train.py"
+[[trainers]]
+name = "other"
+script = "train.py"
+settings = { takeover = true }
 """
 TRAIN = """
 import sys
@@ -84,9 +86,6 @@ def machine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Machine]:
         machine.write("/etc/weightplane/fleet.toml", FLEET.replace("SHAPES", shapes))
         machine.write("/etc/weightplane/train.py", TRAIN)
         machine.write("/etc/weightplane/sample.py", SAMPLE)
-        for trainer, more in (("policy", ""), ("other", "takeover = true\n")):
-            machine.write(f"/etc/weightplane/trainer-{trainer}.toml", TRAINER_SETTINGS + more)
-            machine.write(f"/etc/weightplane/trainer-{trainer}.env", "TRAIN=/etc/weightplane/train.py\n")
         yield machine
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import uuid
@@ -14,19 +15,28 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
+from controlplane.exit_codes import ExitCode
+from controlplane.rpc.channels import open_channel
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.vllm import further_nodes
 from tests.support.engine_of_nodes import MARK, PROMPT, TOKENS, UPDATES
 from tests.support.eventually import eventually
+from tests.support.ports import free_port
 from tests.support.reference import Reference
-from tests.support.tiny_engine import trained
+from tests.support.tiny_engine import tiny_settings, trained
 from tests.support.tiny_model import make_tiny_model
+from weightplane.local.v1 import member_pb2, member_pb2_grpc
 
 pytestmark = [
     pytest.mark.real,
     pytest.mark.slow,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(700),
     pytest.mark.skipif(os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and ip"),
 ]
 
@@ -103,3 +113,41 @@ async def test_cores_of_both_nodes_take_three_updates_and_a_killed_member_ends_t
         assert "its member" in (await said(head))["died"]
         await eventually(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family))
         assert await asyncio.wait_for(head.wait(), 60) == 0
+
+
+async def launches(channel: grpc.aio.Channel, told: list[member_pb2.Launch]) -> None:
+    """A member that starts nothing: what it is told to start, life after life."""
+    while True:
+        call: Any = member_pb2_grpc.EngineMembersStub(channel).Attach(wait_for_ready=True)
+        await call.write(member_pb2.AttachRequest(hello=member_pb2.MemberHello(run_id="default", engine_id="engine-0")))
+        while (frame := await call.read()) is not grpc.aio.EOF:
+            told += [frame.launch] if frame.HasField("launch") else []
+
+
+async def test_L6_a_port_that_was_taken_before_vllm_bound_it_ends_the_start_and_the_next_attempt_has_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM wants its number beforehand: between the choice and its bind anybody may take it."""
+    free, told, stop = further_nodes._free_port, list[member_pb2.Launch](), asyncio.Event()
+    vllm = tiny_settings(
+        make_tiny_model(tmp_path / "model", seed=0),
+        data_parallel_size=2,
+        further_nodes=1,
+        node_address="127.0.0.1",
+        start_idle_seconds=400.0,
+    )
+    settings = EngineSettings("engine-0", listen=f"127.0.0.1:{free_port()}", state_dir=tmp_path, vllm=vllm)
+    with socket.create_server(("127.0.0.1", 0)) as taken, capture_logs() as logs:
+        number = taken.getsockname()[1]
+        monkeypatch.setattr(further_nodes, "_free_port", lambda where: free(where) if told else number)
+        channel = open_channel(settings.listen)
+        member = asyncio.create_task(launches(channel, told))
+        agent = asyncio.create_task(run_engine(settings, stop))
+        await eventually(lambda: len(told) == 2, within=400)
+        stop.set()
+        assert await asyncio.wait_for(agent, 200) == ExitCode.OK
+        member.cancel()
+        await channel.close()
+    assert told[0].port == number != told[1].port
+    (failed,) = [line["cause"] for line in logs if line["event"] == "engine_start_failed"]
+    assert "Address already in use" in failed

@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +40,13 @@ PROMPT = [5, 6, 7, 8, 9]
 COUNT = 12
 RUNNING = 32
 """Requests in the engine while it is updated."""
+FAILS_AFTER: dict[str, Callable[[int], int]] = {
+    "none": lambda _: 0,
+    "one": lambda _: 1,
+    "half": lambda tensors: tensors // 2,
+    "all": lambda tensors: tensors,
+}
+"""How many of so many tensors were loaded when an install fails."""
 START_SECONDS = 240.0
 LIMITS = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 32 << 20}
 Said = tuple[list[int], list[tuple[int, int, int]]]

@@ -158,6 +158,9 @@ def test_an_expected_error_is_one_line_and_a_code(words: list[str], code: int, l
         ["status", "--coordinator", "no-port"],
         ["status", "--timeout", "0"],
         ["coordinator", "--log-level", "LOUD"],
+        ["engine", "--member-of", "p-0"],
+        ["engine", "--member-of", "p-0", "--head", "h:1", "--id", "p-0"],
+        ["engine", "--member-of", "p-0", "--head", "h:1", "--fleet", "f.toml", "--config", "c.toml"],
     ],
 )
 def test_a_wrong_command_line_is_code_2_and_no_traceback(words: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -105,6 +106,27 @@ def test_inv_8_the_last_words_of_a_lost_engine_are_shown_nowhere() -> None:
     assert lost.split() == ["engine-2", "UNKNOWN", "UNKNOWN", "2.7"]
     said = engines_json(engines())["engines"][2]
     assert (said["state"], said["applied"], said["refused"]) == ("UNKNOWN", None, None)
+
+
+def changed_cells(*counts: int) -> list[str]:
+    """The column CHANGED as a terminal gets it, colours and all."""
+    view = engines()
+    for each, count in zip(view.engines, counts, strict=False):
+        each.status.update.MergeFrom(engine_pb2.UpdateProgress(changed_tensors=count, tensor_count=34))
+    console = Console(width=200, force_terminal=True, color_system="standard", _environ={})
+    with console.capture() as capture:
+        console.print(render_engines(view, NOW))
+    return re.findall(r"\S*\d+ of 34\S*", capture.get())
+
+
+def test_an_update_that_changed_nothing_is_yellow() -> None:
+    nothing, some = changed_cells(0, 3)
+    assert nothing.startswith("\x1b[1;33m0 of 34"), "bold yellow: perhaps the wrong model was pushed"
+    assert some == "3 of 34"
+
+
+def test_inv_8_what_a_lost_engines_last_update_changed_is_not_shown() -> None:
+    assert len(changed_cells(0, 0, 0)) == 2
 
 
 def test_times_are_in_one_unit_that_suits_them() -> None:

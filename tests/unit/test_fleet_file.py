@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from controlplane.cli.up.settings import checked, coordinator_of, engine_of
+from controlplane.cli.up.settings import checked, coordinator_of, engine_of, member_of
 from controlplane.config import ConfigError, Text
 from controlplane.fleet_file import engines_of, read_fleet_file
 
@@ -93,6 +93,42 @@ def test_an_engine_that_the_file_does_not_have_is_refused_with_the_nearest(tmp_p
         engine_of(file, "polici-1", {})
 
 
+SPANNING = """
+run_id = "mine"
+[engine.tls]
+ca = "ca.pem"
+cert = "engine.pem"
+key = "engine.key"
+[vllm]
+model = "m"
+[[groups]]
+name = "wide"
+vllm = { data_parallel_size = 2, further_nodes = 1, node_address = "10.0.0.1" }
+[[groups]]
+name = "p"
+"""
+
+
+def test_l7_a_member_is_of_its_engines_run_and_proves_it_as_that_one_does(tmp_path: Path) -> None:
+    file = written(tmp_path, SPANNING)
+    here = {"head": Text("10.0.0.1:7171"), "address": Text("10.0.0.2"), "model": Text("/m")}
+    member = member_of(file, "wide-0", here)
+    assert (member.run_id, member.engine_id, member.address) == ("mine", "wide-0", "10.0.0.2")
+    assert member.model == Path("/m")
+    assert member.tls == engine_of(file, "wide-0", {}).tls
+    assert member.tls.cert == tmp_path / "engine.pem"
+
+
+@pytest.mark.parametrize(
+    ("engine_id", "said"),
+    [("p-0", "vllm.further_nodes: the engine has no further nodes"), ("wide-1", "did you mean wide-0?")],
+)
+def test_a_member_of_an_engine_that_waits_for_none_is_refused(tmp_path: Path, engine_id: str, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        member_of(written(tmp_path, SPANNING), engine_id, {"head": Text("a:1"), "address": Text("b")})
+    assert said in str(refused.value)
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -171,6 +207,11 @@ def test_server_groups_become_groups_with_devices_numbered_through(tmp_path: Pat
             "3 devices do",
         ),
         ("vllm: [{name: a, model_path: m, server_groups: [{num_gpu: 3}]}]", "did you mean num_gpus?"),
+        (
+            "vllm: [{name: a, model_path: m, update_weights: false, server_groups: "
+            "[{worker_type: prefill}, {worker_type: decode}]}]",
+            "a, group 0: prefill engines wait for a version of their pair, which update_weights: false never brings",
+        ),
         ("vllm: [", "is not valid YAML"),
     ],
 )

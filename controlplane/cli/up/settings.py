@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,7 @@ from controlplane.fleet_file import (
     trainers_of,
 )
 from engine_agent.daemon.settings import EngineSettings
+from engine_agent.members.member import MemberSettings
 from engine_agent.vllm.environment import gpu_present
 from trainer_agent.agent.settings import TrainerSettings
 
@@ -66,6 +67,17 @@ def engine_of(file: Path, engine_id: str, given: Mapping[str, Any]) -> EngineSet
     """One engine's settings; `given` goes over the file's. Raises ConfigError: also if the file has no such engine."""
     entries = {entry.engine_id: entry for entry in engines_of(read_fleet_file(file), gpu=gpu_present())}
     return _engine(file, _found("engine", engine_id, entries, file), given)
+
+
+def member_of(file: Path, engine_id: str, given: Mapping[str, Any]) -> MemberSettings:
+    """A further node's of one engine: its run and its TLS. Raises ConfigError: also if the engine has no such nodes."""
+    engine = engine_of(file, engine_id, {})
+    source = f"{file}: member of {engine_id}"
+    if engine.vllm is None or not engine.vllm.further_nodes:
+        raise ConfigError("vllm.further_nodes", "the engine has no further nodes, and waits for no member", source)
+    values = merged({"run_id": engine.run_id, "engine_id": engine_id}, given)
+    found = load_values(MemberSettings, values, source=source)
+    return found if "tls" in given else replace(found, tls=engine.tls)
 
 
 def trainer_of(file: Path, trainer_id: str, given: Mapping[str, Any]) -> CheckedTrainer:

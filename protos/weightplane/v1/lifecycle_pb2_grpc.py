@@ -195,7 +195,8 @@ class LifecycleServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchStatus(self, request, context):
-        """The engine's full state, now and at each change, until the caller leaves.
+        """The engine's full state, now and at each change, until the caller leaves. An engine that dies is seen dead, then in its
+        next incarnation: compare `status.engine.incarnation`.
 
         Errors: WRONG_RUN (FAILED_PRECONDITION).
         """

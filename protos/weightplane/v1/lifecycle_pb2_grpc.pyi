@@ -95,7 +95,8 @@ class LifecycleStub:
     Errors: WRONG_RUN (FAILED_PRECONDITION).
     """
     WatchStatus: _grpc.UnaryStreamMultiCallable[_lifecycle_pb2.WatchStatusRequest, _lifecycle_pb2.WatchStatusResponse]
-    """The engine's full state, now and at each change, until the caller leaves.
+    """The engine's full state, now and at each change, until the caller leaves. An engine that dies is seen dead, then in its
+    next incarnation: compare `status.engine.incarnation`.
 
     Errors: WRONG_RUN (FAILED_PRECONDITION).
     """
@@ -187,7 +188,8 @@ class LifecycleAsyncStub(LifecycleStub):
     Errors: WRONG_RUN (FAILED_PRECONDITION).
     """
     WatchStatus: _aio.UnaryStreamMultiCallable[_lifecycle_pb2.WatchStatusRequest, _lifecycle_pb2.WatchStatusResponse]  # type: ignore[assignment]
-    """The engine's full state, now and at each change, until the caller leaves.
+    """The engine's full state, now and at each change, until the caller leaves. An engine that dies is seen dead, then in its
+    next incarnation: compare `status.engine.incarnation`.
 
     Errors: WRONG_RUN (FAILED_PRECONDITION).
     """
@@ -330,7 +332,8 @@ class LifecycleServicer(metaclass=_abc_1.ABCMeta):
         request: _lifecycle_pb2.WatchStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lifecycle_pb2.WatchStatusResponse], _abc.AsyncIterator[_lifecycle_pb2.WatchStatusResponse]]:
-        """The engine's full state, now and at each change, until the caller leaves.
+        """The engine's full state, now and at each change, until the caller leaves. An engine that dies is seen dead, then in its
+        next incarnation: compare `status.engine.incarnation`.
 
         Errors: WRONG_RUN (FAILED_PRECONDITION).
         """
