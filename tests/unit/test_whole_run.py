@@ -55,15 +55,16 @@ def tree(tmp_path: Path) -> Path:
         (tmp_path / "tests" / name).parent.mkdir(parents=True)
         (tmp_path / "tests" / name).write_text(text)
     (tmp_path / "tests/__init__.py").touch()
-    for name in ("conftest.py", "test_reasons.py"):
+    (tmp_path / "tests/support").mkdir()
+    for name in ("conftest.py", "test_reasons.py", "support/__init__.py", "support/engine_starts.py"):
         shutil.copy2(TESTS / name, tmp_path / "tests" / name)
     return tmp_path
 
 
 def test_the_last_part_of_a_whole_run_proves_that_each_reason_is_produced(tree: Path) -> None:
-    """Nothing in this tree produces any: the proof must come, and fail for that alone."""
+    """Nothing in this tree produces any, or starts an engine: both proofs must come, and fail for that alone."""
     said = ran(tree, "--reasons", "reasons.json", "-m", "not slow and not deploy")
-    assert "1 failed, 2 passed, 1 deselected" in said
+    assert "2 failed, 2 passed, 1 deselected" in said
     assert "STALE_TERM" in said
     assert "leaves these out" not in said
 
@@ -76,7 +77,7 @@ def test_a_whole_run_that_leaves_a_module_out_fails_and_names_it(tree: Path) -> 
 
 
 def test_a_run_of_a_part_proves_nothing_and_says_nothing(tree: Path) -> None:
-    assert "1 passed, 3 deselected" in ran(tree, "-k", "test_pure")
+    assert "1 passed, 4 deselected" in ran(tree, "-k", "test_pure")
 
 
 def test_make_test_leaves_out_only_what_the_proof_excuses() -> None:
