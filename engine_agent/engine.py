@@ -13,13 +13,17 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from controlplane.core.assembly import Record
 from controlplane.core.canary import Canary
 from controlplane.core.layout import Expected, Layout
 from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
+from controlplane.device_memory.ranges import ExportedProbe, ExportedRange
 
 PROCESSED_LOGPROBS = "processed_logprobs"
 """Capability: its log probabilities are of the distribution that was drawn from, not of the model's raw one."""
+CUDA_IPC = "cuda_ipc"
+"""Capability: its workers can open device memory that ranks on their devices export."""
 ROUTED_EXPERTS = "routed_experts"
 """Capability: samples come with the experts of each token."""
 SAMPLING_MASK = "sampling_mask"
@@ -48,8 +52,9 @@ class EngineFacts:
     max_requests: int
     """How many requests it runs at once; more wait in it."""
     capabilities: frozenset[str]
-    """Of `staged`, `streaming`, `rollback`, `sleep`, `prefix_cache`, `batch_invariant`, `draft`, `processed_logprobs`,
-    `routed_experts`, `sampling_mask`. Deltas are the agent's affair, and the format that it takes is `expected`'s."""
+    """Of `staged`, `streaming`, `cuda_ipc`, `rollback`, `sleep`, `prefix_cache`, `batch_invariant`, `draft`,
+    `processed_logprobs`, `routed_experts`, `sampling_mask`. Deltas are the agent's affair, and the format that it takes
+    is `expected`'s."""
     pids: tuple[int, ...]
     """Processes that hold the weights (EngineCore and workers); none where they are not the agent's."""
     initial_digest: bytes | None = None
@@ -89,6 +94,18 @@ class StagedWeights:
 
 
 @dataclass(frozen=True)
+class DeviceChunk:
+    """One chunk of a streaming install in exported device memory: no agent can read it, each worker checks its own."""
+
+    ranges: Mapping[str, ExportedRange]
+    """By device UUID; equal bytes in all."""
+    records: Sequence[Record]
+    """What lies in it. A tensor may go over several chunks: workers keep what came of it."""
+    checksums: Mapping[int, bytes]
+    """XXH3_64 of each tensor that is whole with this chunk."""
+
+
+@dataclass(frozen=True)
 class StagedPart:
     """Whole tensors of a streaming install, checked and waiting in shared memory. `chunks` as in StagedWeights."""
 
@@ -96,7 +113,9 @@ class StagedPart:
     tensors: Sequence[int]
     """Indexes into the layout."""
     placements: Sequence[Placement]
-    """One for each of `tensors`."""
+    """One for each of `tensors`; none where they lie in `device`."""
+    device: DeviceChunk | None = None
+    """In place of `chunks`: `tensors` are those that are whole with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +195,16 @@ class Engine(Protocol):
         """
         ...
 
+    async def open_exports(self, probes: Sequence[ExportedProbe]) -> None:
+        """Have each worker open the memory that is exported for its device, and compare the probe. What was open before
+        and is not named is closed, and never opened again; with none everything is closed. Nothing of the model is
+        touched, and the scheduler may run. What is open already is not opened twice.
+
+        Raises IpcNotPossible: a worker cannot, or finds other bytes, or there is none for its device; nothing is open
+        then. EngineDied, DeadlineExceeded.
+        """
+        ...
+
     async def begin_streaming(self, layout: Layout, label: str) -> None:
         """Begin an install whose bytes come in parts. Must be called quiesced; one of `finish_streaming` and
         `abandon_streaming` ends it.
@@ -185,7 +214,8 @@ class Engine(Protocol):
         ...
 
     async def install_part(self, part: StagedPart) -> None:
-        """Install these tensors in every worker; on return no worker reads the part's memory any more (INV-12).
+        """Install these tensors in every worker; on return no worker reads the part's memory any more (INV-12). Of a
+        chunk in device memory too, whose exports are open.
 
         Raises InstallFailed, EngineDied. The install goes on to its abandonment then.
         """

@@ -48,7 +48,7 @@ def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
     found: dict[tuple[object, ...], list[fleet_pb2.Assignment]] = {}
     for a in plan.assignments:
         ranks = tuple(a.ranks)
-        if rank in ranks and (traits_of(a.transport).by_reference or ranks[0] == rank):
+        if rank in ranks and (traits_of(a.transport).by_slot or ranks[0] == rank):
             base = a.base.content_digest if a.HasField("base") else b""
             found.setdefault((ranks, int(a.transport), a.link, base), []).append(a)
     return [_part(found[key], rank) for key in sorted(found, key=repr)]

@@ -14,6 +14,7 @@ from weightplane.v1 import weight_update_pb2
 SHARED_MEMORY = weight_update_pb2.TRANSPORT_SHARED_MEMORY
 INLINE = weight_update_pb2.TRANSPORT_INLINE
 BROADCAST = weight_update_pb2.TRANSPORT_BROADCAST
+CUDA_IPC = weight_update_pb2.TRANSPORT_CUDA_IPC
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +27,21 @@ class Traits:
     """The agent reads the leader's memory, and says how far it is."""
     by_link: bool = False
     """Bytes go beside the streams, over a connection of the leader's own; it needs an address that engines reach."""
+    by_device: bool = False
+    """Workers read each rank's device memory, and engines say when they have: all ranks of a slot export everything,
+    and keep two chunks there."""
+
+    @property
+    def by_slot(self) -> bool:
+        """Every rank of a slot gives handles: they meet for it."""
+        return self.by_reference or self.by_device
 
 
 TRAITS: Mapping[weight_update_pb2.Transport.ValueType, Traits] = {
     SHARED_MEMORY: Traits(by_reference=True),
     INLINE: Traits(by_agent=True),
     BROADCAST: Traits(by_link=True),
+    CUDA_IPC: Traits(by_device=True),
 }
 
 
@@ -40,6 +50,11 @@ def traits_of(transport: weight_update_pb2.Transport.ValueType) -> Traits:
     return TRAITS.get(transport, Traits())
 
 
-def sends(link_host: str) -> list[weight_update_pb2.Transport.ValueType]:
-    """How ranks can send. `link_host`: where engines of other hosts reach them; empty: nowhere."""
-    return [transport for transport, traits in TRAITS.items() if link_host or not traits.by_link]
+def sends(link_host: str, *, device_memory: bool = False) -> list[weight_update_pb2.Transport.ValueType]:
+    """How ranks can send.
+
+    `link_host`: where engines of other hosts reach them; empty: nowhere. `device_memory`: each can export some.
+    """
+    unable = {t for t, traits in TRAITS.items() if traits.by_link and not link_host}
+    unable |= {t for t, traits in TRAITS.items() if traits.by_device and not device_memory}
+    return [transport for transport in TRAITS if transport not in unable]

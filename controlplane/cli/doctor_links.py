@@ -120,22 +120,17 @@ def cuda_ipc() -> Check:
     name = "link cuda_ipc"
     if not torch.cuda.is_available():
         return Check(name, Verdict.NOTE, f"torch {torch.__version__} sees no CUDA device here: it is not possible")
-    from controlplane.core.errors import IpcNotPossible
-    from controlplane.core.names import device_uuid
-    from trainer_agent.rank.cuda_ipc import DeviceRing
+    from controlplane.device_memory.port import DeviceMemoryError
+    from trainer_agent.rank.cuda_ipc import DeviceRing, devices
+    from trainer_agent.rank.devices import current_device
 
-    advice = "one IPC namespace for both (--ipc=host), and no expandable segments in PYTORCH_CUDA_ALLOC_CONF"
+    advice = "one IPC namespace for both (--ipc=host)"
+    uuid = current_device()
     try:
-        uuid = device_uuid(str(torch.cuda.get_device_properties(0).uuid))
-        ring = DeviceRing(PROBE_BYTES, torch.device("cuda:0"), "doctor", uuid)
-        data = torch.randint(0, 256, (PROBE_BYTES,), dtype=torch.uint8)
-        ring.memory[:PROBE_BYTES].copy_(data)
-        torch.cuda.synchronize()
-        handle = ring.range_of(0, PROBE_BYTES).SerializeToString().hex()
-        checksum = xxhash.xxh3_64_hexdigest(data.numpy().tobytes())
-        with _far_end("cuda_ipc", {"handle": handle, "checksum": checksum}) as far:
+        ring = DeviceRing(devices, PROBE_BYTES, uuid)
+        with _far_end("cuda_ipc", {"probe": ring.probe.told()}) as far:
             _answer(far)
-    except (IpcNotPossible, ProbeFailed) as error:
+    except (DeviceMemoryError, ProbeFailed) as error:
         return Check(name, Verdict.BAD, str(error), advice)
     return Check(name, Verdict.GOOD, f"another process read device memory of {uuid}")
 

@@ -47,21 +47,16 @@ def broadcast(asked: Asked) -> None:
 
 
 def cuda_ipc(asked: Asked) -> None:
-    """Device memory is opened, and its bytes compared. Raises IpcNotPossible, ChecksumMismatch."""
-    import xxhash
+    """Device memory is opened, and its probe compared. Raises IpcNotPossible."""
+    from controlplane.device_memory.cuda import CudaMemory
+    from controlplane.device_memory.ranges import ExportedProbe
+    from engine_agent.vllm.cuda_ipc import OpenedExports
 
-    from controlplane.core.errors import ChecksumMismatch
-    from engine_agent.vllm.cuda_ipc import OpenedBuffers
-    from weightplane.v1 import layout_pb2
-
-    opened = OpenedBuffers("doctor")
+    opened = OpenedExports(CudaMemory(), "doctor")
     try:
-        data = opened.bytes_of(layout_pb2.BufferHandle.FromString(bytes.fromhex(asked["handle"])))
-        got = xxhash.xxh3_64_hexdigest(data.cpu().numpy().tobytes())
+        opened.open(ExportedProbe.heard(asked["probe"]))
     finally:
         opened.close()
-    if got != asked["checksum"]:
-        raise ChecksumMismatch(name="probe", expected=str(asked["checksum"]), got=got)
 
 
 PROBES: dict[str, Callable[[Asked], None]] = {

@@ -24,7 +24,7 @@ class Transport(Enum):
     BROADCAST = "broadcast"
     """One sender to all engines of a link."""
     CUDA_IPC = "cuda_ipc"
-    """Device memory, from each rank to the worker on its device."""
+    """Device memory, from each rank to the worker on its device: two chunks of it, installed as they come."""
 
 
 HOST_MEMORY = frozenset({Transport.SHARED_MEMORY, Transport.INLINE})
@@ -35,7 +35,7 @@ IN_PIECES = (Transport.INLINE, Transport.BROADCAST)
 """The leader sends each chunk and forgets it; an engine's agent has the bytes in memory of its own."""
 CAN_BE_DELTAS = IN_PIECES
 """By reference nothing is sent that a delta could save."""
-PART_TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE)
+PART_TRANSPORTS = (Transport.SHARED_MEMORY, Transport.INLINE, Transport.CUDA_IPC)
 """By which bytes can be streamed. Over a link all engines go at one pace: one that waits for go would hold up those
 that say ready when all bytes are in."""
 

@@ -80,7 +80,7 @@ def _host_memory(part: Mapping[Transport, object], load: Load) -> int:
     """A segment that others map holds everything; what is sent in pieces is made in pieces, one ahead of the other."""
     if Transport.SHARED_MEMORY in part:
         return load.byte_count
-    return _two_chunks(load) if any(t in part for t in IN_PIECES) else 0
+    return _two_chunks(load) if any(t in part for t in (*IN_PIECES, Transport.CUDA_IPC)) else 0
 
 
 def _two_chunks(load: Load) -> int:

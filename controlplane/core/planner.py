@@ -55,6 +55,9 @@ class Ways:
     """The version whose bytes the trainer still has."""
     holders: frozenset[EngineId] = frozenset()
     """Engines that hold it now, by their own report, and take deltas."""
+    waiting: EngineId | None = None
+    """An engine of this plan that takes whole versions. Ranks that send by device memory keep two chunks, and stand
+    still until engines take the first, after go; go waits for this one's last chunk, which all ranks make together."""
 
 
 def misfit(engine: EnginePlace, held: AbstractSet[DeviceUuid]) -> EngineMisfit | None:
@@ -94,6 +97,18 @@ def make_plan(
     for error in filter(None, (misfit(engine, held) for engine in engines)):
         raise error
     ordered = sorted(engines, key=lambda p: natural_key(p.engine_id))
+    made = _assignments(ordered, required, ranks, ways)
+    staged = next((a.engine.engine_id for a in made if not _can_stream(a)), None)
+    if staged is not None and any(a.transport is Transport.CUDA_IPC for a in made):
+        made = _assignments(ordered, required, ranks, replace(ways, waiting=staged))
+    linked = [_linked(a, ways.fate) for a in _with_applies(made)]
+    return Plan(revision, tuple(_with_bases(linked, ways)))
+
+
+def _assignments(
+    ordered: Sequence[EnginePlace], required: frozenset[EngineId], ranks: Sequence[RankPlace], ways: Ways
+) -> list[Assignment]:
+    """Each engine by itself: its senders, and the first way that is possible."""
     made = []
     for engine, senders, colocated in _with_senders(ordered, ranks):
         transport, reason = _transport(engine, senders, ways, colocated=colocated)
@@ -107,8 +122,7 @@ def make_plan(
                 reason=reason,
             )
         )
-    linked = [_linked(a, ways.fate) for a in _with_applies(made)]
-    return Plan(revision, tuple(_with_bases(linked, ways)))
+    return made
 
 
 def checkpoint_plan(revision: int, engines: Sequence[EnginePlace], required: frozenset[EngineId]) -> Plan:
@@ -218,7 +232,16 @@ def _why_not(transport: Transport, engine: EnginePlace, ways: Ways, *, near: boo
         return "other devices"
     if transport not in engine.transports:
         return "the engine does not receive it"
-    return "" if transport in ways.sends else "the trainer does not send it"
+    if transport not in ways.sends:
+        return "the trainer does not send it"
+    return _why_not_as_it_comes(engine, ways) if transport is Transport.CUDA_IPC else ""
+
+
+def _why_not_as_it_comes(engine: EnginePlace, ways: Ways) -> str:
+    """Device memory is installed as it comes, or not at all."""
+    if not engine.streaming:
+        return "the engine takes whole versions, and it is installed as it comes"
+    return "" if ways.waiting is None else f"{ways.waiting}, fed by the same ranks, takes whole versions"
 
 
 def _worth_saying(transport: Transport, engine: EnginePlace, ways: Ways) -> bool:

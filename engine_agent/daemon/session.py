@@ -36,12 +36,15 @@ from controlplane.rpc.errors import from_rpc_error
 from controlplane.rpc.latest import Latest
 from controlplane.rpc.security import PLAIN, TlsSettings
 from controlplane.rpc.security.diagnosis import explained
+from engine_agent.engine import CUDA_IPC
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.services.lifecycle_service import report_of
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, version_pb2, weight_update_pb2
 
 log = structlog.get_logger(__name__)
 
+DEVICES = weight_update_pb2.TRANSPORT_CUDA_IPC
+"""Settings may name it for every engine; those whose workers have no device that can be shared do not say it."""
 RECONNECT_SECONDS = (0.2, 2.0)
 """First and longest wait before the next try; doubled in between, with jitter."""
 WELCOME_LIMIT_SECONDS = 15.0
@@ -224,7 +227,7 @@ class Session:
             unit=self._member.unit,
             unit_size=self._member.unit_size,
             incarnation_number=life.number,
-            transports=self._member.transports,
+            transports=[t for t in self._member.transports if t != DEVICES or CUDA_IPC in life.core.capabilities],
             likeness="" if facts is None else facts.likeness,
             max_requests=0 if facts is None else facts.max_requests,
             software=self._member.software,

@@ -52,7 +52,8 @@ class EngineSettings:
     max_restarts: int = 5
     """Deaths in a row after which it starts its engine again; then it ends. 10 minutes of life begin the count anew."""
     transports: tuple[str, ...] = DEFAULT_TRANSPORTS
-    """How trainers may bring it bytes: shared_memory, inline, broadcast. inline is always among them."""
+    """How trainers may bring it bytes: shared_memory, inline, broadcast, cuda_ipc (where its workers have GPUs, with
+    `apply = "streaming"`). inline is always among them."""
     checkpoint_root: Path | None = None
     """Directory of checkpoints that it may be brought up to date from; without one such updates are refused."""
     deltas: bool = False
@@ -63,9 +64,9 @@ class EngineSettings:
     to the next: making it anew takes longer than writing to it. False: it is there while an update is. Unset: it is
     kept where four times as much is available beside it."""
     apply: Literal["staged", "streaming"] = "staged"
-    """staged: the engine generates until a version is here, whole and checked. streaming: what comes by shared memory
-    or inline is installed chunk by chunk, and needs no second copy of the weights here; generation stands still for
-    the whole transfer, and a stream that fails leaves the engine shut until the next push."""
+    """staged: the engine generates until a version is here, whole and checked. streaming: what comes by shared memory,
+    inline or by device memory is installed chunk by chunk, and needs no second copy of the weights here; generation
+    stands still for the whole transfer, and a stream that fails leaves the engine shut until the next push."""
     pause: PausePolicy = KEEP
     """What becomes of the requests in the engine at an install, unless the trainer says it: `mode` keep, abort or wait;
     with wait `wait_seconds` and a `fallback`."""

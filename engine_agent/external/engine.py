@@ -23,11 +23,13 @@ from controlplane.core.errors import (
     InstallFailed,
     InstallTimedOut,
     InvalidRequest,
+    IpcNotPossible,
     RequestAborted,
     UnsupportedByEngine,
 )
 from controlplane.core.layout import Layout
 from controlplane.core.sampling import SamplingSettings
+from controlplane.device_memory.ranges import ExportedProbe
 from engine_agent.engine import EngineFacts, GenerationDelta, InstallReport, LiveRequests, StagedPart, StagedWeights
 from engine_agent.external.attaching import ServerFacts, Unfit, devices_of, read_facts, take, wait_for_server
 from engine_agent.external.ipc import IpcInstaller, TensorHandle
@@ -164,6 +166,12 @@ class ExternalEngine:
     async def begin_streaming(self, layout: Layout, label: str) -> None:
         self._coming = label
         await self._in_time(lambda: self._installer.begin_streaming(layout, label), label)
+
+    async def open_exports(self, probes: Sequence[ExportedProbe]) -> None:
+        """Its workers may know nothing of this package. That none is open is true."""
+        if probes:
+            cause = "a server that somebody else started opens none"
+            raise IpcNotPossible(self._engine_id, probes[0].range.device_uuid, cause)
 
     async def install_part(self, part: StagedPart) -> None:
         await self._in_time(lambda: self._installer.install_part(part), self._coming)

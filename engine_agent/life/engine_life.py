@@ -27,6 +27,7 @@ from controlplane.rpc.latest import Latest
 from engine_agent.engine import Engine, EngineFacts
 from engine_agent.kept_maps import KeptMaps
 from engine_agent.life.counts import RequestCounts
+from engine_agent.life.exports import EngineExports
 from engine_agent.life.gate import Gate
 from engine_agent.life.installs import Installs
 from engine_agent.life.kept_base import BaseKeeper
@@ -90,6 +91,7 @@ class EngineLife:
         self.progress = Progress(engine, self._lock.locked, self._stalled)
         self.spare = Spare(wanted=settings.keep_staging)
         self.links = EngineLinks(initial.engine_id)
+        self.exports = EngineExports(engine, initial.engine_id)
         self.segments = KeptMaps()
         """Senders' segments, between updates."""
 
@@ -156,6 +158,8 @@ class EngineLife:
         effects = self.core.handle(event, time.monotonic())
         if isinstance(event, events.FleetChanged):
             self.links.heard(self.core.term)
+            if self.exports.heard(self.core.term) and self.core.update is None:
+                self._tasks.spawn(self.exports.close())
         self.base.follow(self.core.state)
         self.lent.note()
         for effect in effects:

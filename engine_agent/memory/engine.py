@@ -23,7 +23,14 @@ from controlplane import failpoints
 from controlplane.core.canary import Canary
 from controlplane.core.engine_core import DROPS_WEIGHTS, SLEEP
 from controlplane.core.engine_streaming import STREAMING
-from controlplane.core.errors import CanaryFailed, EngineDied, InstallFailed, InvalidRequest, UnsupportedByEngine
+from controlplane.core.errors import (
+    CanaryFailed,
+    EngineDied,
+    InstallFailed,
+    InvalidRequest,
+    IpcNotPossible,
+    UnsupportedByEngine,
+)
 from controlplane.core.layout import (
     Layout,
     TargetKind,
@@ -33,6 +40,7 @@ from controlplane.core.layout import (
 from controlplane.core.names import device_uuid
 from controlplane.core.routed_experts import RoutedExperts
 from controlplane.core.sampling import SamplingSettings
+from controlplane.device_memory.ranges import ExportedProbe
 from engine_agent.engine import (
     DRAFT,
     DRAFT_IS_A_MIXTURE,
@@ -249,6 +257,11 @@ class MemoryEngine:
         if layout.draft is not None:
             drafted = [t.name for t in layout.tensors if t.is_for(TargetKind.DRAFT)]
             self._draft, self._draft_whole = weights_of({own_name(n): fresh[n] for n in drafted}), True
+
+    async def open_exports(self, probes: Sequence[ExportedProbe]) -> None:
+        """It has no device. That none is open is true."""
+        if probes:
+            raise IpcNotPossible(self._engine_id, probes[0].range.device_uuid, "an in-memory engine opens none")
 
     async def begin_streaming(self, layout: Layout, label: str) -> None:
         if not self._settings.can_stream:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 from controlplane.core.errors import UnsupportedByEngine
 from controlplane.core.layout import Layout
+from controlplane.device_memory.ranges import ExportedProbe
 from controlplane.rpc.metrics import transport_label
 from engine_agent.engine import StagedWeights
 from engine_agent.kept_maps import KeptMaps
 from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.checkpoint import CheckpointReceiver
+from engine_agent.receivers.cuda_ipc import CudaIpcReceiver
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.links import ReceiverLink
 from engine_agent.receivers.port import Buffer, PartReceiver, Receiver
@@ -25,6 +27,7 @@ __all__ = [
     "DEFAULT_TRANSPORTS",
     "PART_TRANSPORTS",
     "TRANSPORTS",
+    "WHOLE_TRANSPORTS",
     "Buffer",
     "CheckpointReceiver",
     "Incoming",
@@ -58,6 +61,8 @@ class Incoming:
     """Of a whole version that is copied: where its memory comes from, and goes to."""
     segments: KeptMaps | None = None
     """With shared memory: what stayed mapped since the update before."""
+    exports: Sequence[ExportedProbe] = ()
+    """With device memory: what the workers have open."""
 
 
 def _shared_memory(incoming: Incoming) -> SharedMemoryReceiver:
@@ -78,6 +83,10 @@ def _broadcast(incoming: Incoming) -> BroadcastReceiver:
     return BroadcastReceiver(_staging(incoming), incoming.link)
 
 
+def _cuda_ipc(incoming: Incoming) -> CudaIpcReceiver:
+    return CudaIpcReceiver(incoming.layout, incoming.device_uuids, incoming.exports)
+
+
 RECEIVERS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[Incoming], Receiver]] = {
     weight_update_pb2.TRANSPORT_SHARED_MEMORY: _shared_memory,
     weight_update_pb2.TRANSPORT_INLINE: _inline,
@@ -87,13 +96,16 @@ RECEIVERS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[Incoming], R
 PART_RECEIVERS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[Incoming], PartReceiver]] = {
     weight_update_pb2.TRANSPORT_SHARED_MEMORY: _shared_memory,
     weight_update_pb2.TRANSPORT_INLINE: _inline_parts,
+    weight_update_pb2.TRANSPORT_CUDA_IPC: _cuda_ipc,
 }
 """Of streaming updates: what was installed they forget."""
+WHOLE_TRANSPORTS = frozenset(RECEIVERS)
 PART_TRANSPORTS = frozenset(PART_RECEIVERS)
-TRANSPORTS = tuple(map(transport_label, RECEIVERS))
+TRANSPORTS = tuple(map(transport_label, [*RECEIVERS, *(t for t in PART_RECEIVERS if t not in RECEIVERS)]))
 """What settings may name."""
-DEFAULT_TRANSPORTS = tuple(name for name in TRANSPORTS if name != "broadcast" or find_spec("torch"))
-"""Unless settings say otherwise. Links are torch's: without it, as beside an in-memory engine, there are none."""
+DEFAULT_TRANSPORTS = tuple(name for name in TRANSPORTS if name not in ("broadcast", "cuda_ipc") or find_spec("torch"))
+"""Unless settings say otherwise. Links and device memory are torch's: without it, as beside an in-memory engine, there
+are none. Of device memory the engine says whether its workers have any that they can open."""
 
 
 def make_receiver(incoming: Incoming) -> Receiver:

@@ -16,6 +16,7 @@ class InlineReceiver:
     """By copy: a chunk's memory at the sender is free as soon as it was placed."""
 
     releases_at_once = True
+    by_chunk = False
 
     def __init__(self, staging: Staging, *, keeps: bool = True) -> None:
         """The room is closed with this. Not `keeps`: what was installed is forgotten."""

@@ -12,6 +12,7 @@ from typing import Protocol
 from controlplane.core.assembly import Record
 from controlplane.core.errors import ChecksumMismatch, UpdateAborted
 from controlplane.core.layout import Layout
+from controlplane.device_memory.ranges import ExportedRange
 from engine_agent.engine import StagedPart, StagedWeights
 
 
@@ -27,12 +28,16 @@ class Buffer:
     inline: bytes | memoryview | None = None
     link_bytes: int | None = None
     """So many come over the update's link."""
+    device: ExportedRange | None = None
+    """Or they lie there, where only the worker of that device can read them."""
 
     @property
     def size(self) -> int:
         """Bytes of the chunk that it has."""
         if self.inline is not None:
             return len(self.inline)
+        if self.device is not None:
+            return self.device.byte_count
         return self.byte_count if self.link_bytes is None else self.link_bytes
 
 
@@ -73,6 +78,9 @@ class Receiver(Protocol):
 
 class PartReceiver(Receiver, Protocol):
     """One whose tensors can be installed before all of them are here."""
+
+    by_chunk: bool
+    """Each chunk is handed to the workers as it comes, also one that completes no tensor: they keep what they read."""
 
     def part(self, tensors: Sequence[int]) -> StagedPart:
         """Some of the tensors, whole and checked. Valid until `forget` or `close`."""

@@ -56,6 +56,7 @@ class SharedMemoryReceiver:
     releases_at_once = False
     quick = True  # a segment is mapped without its pages: those of few bytes are as few
     keeps = False
+    by_chunk = False
 
     def __init__(
         self, layout: Layout, host_id: str, device_uuids: tuple[str, ...], kept: KeptMaps | None = None

@@ -35,7 +35,7 @@ class StreamedParts:
     async def install(self, records: Sequence[Record], complete: Sequence[int]) -> None:
         """A chunk's tensors, checked: returns when those that it completed are in. Raises what ended the install."""
         self._partial = (self._partial | {r.tensor for r in records}) - set(complete)
-        if complete and self._install is not None:
+        if (complete or self._receiver.by_chunk) and self._install is not None:
             await self._install.put(self._receiver.part(complete))
             await asyncio.to_thread(self._receiver.forget, complete)
 

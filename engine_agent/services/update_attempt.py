@@ -26,6 +26,7 @@ from controlplane.core.assembly import Assembly, Record
 from controlplane.core.engine_state import Activity
 from controlplane.core.engine_update import Update
 from controlplane.core.versions import UpdateId, WeightVersion
+from controlplane.device_memory.ranges import ExportedProbe
 from controlplane.devices import host_id
 from controlplane.rpc.codec import layout_from_parts, version_from_proto
 from controlplane.rpc.metrics import RECEIVED_BYTES, transport_label
@@ -36,6 +37,7 @@ from engine_agent.life.engine_life import EngineLife
 from engine_agent.receivers import (
     NO_ROOM_NEEDED,
     PART_TRANSPORTS,
+    WHOLE_TRANSPORTS,
     Buffer,
     CheckpointReceiver,
     Incoming,
@@ -78,6 +80,8 @@ class Rules:
             require_received(engine_id, opened.transport, self.transports)
         if opened.apply == weight_update_pb2.APPLY_STREAMING:
             require_received(engine_id, opened.transport, PART_TRANSPORTS)
+        elif opened.transport != weight_update_pb2.TRANSPORT_CHECKPOINT:
+            require_received(engine_id, opened.transport, WHOLE_TRANSPORTS)
 
 
 class UpdateAttempt:
@@ -90,6 +94,8 @@ class UpdateAttempt:
         self._rules = rules
         self._receiver: Receiver | None = None
         self._link: ReceiverLink | None = None
+        self._exports: Sequence[ExportedProbe] = ()
+        """Device memory that the workers have open for it."""
         self._assembly: Assembly | None = None
         self._transport = weight_update_pb2.TRANSPORT_UNSPECIFIED
         self._parts: StreamedParts | None = None
@@ -123,6 +129,7 @@ class UpdateAttempt:
         else:
             if not accept.attached:
                 await self._follow_link(opened)
+                await self._open_exports(opened)
             yield frames.accepted(version, layout_needed=accept.layout_needed, attached=accept.attached)
         if not accept.attached:
             if self._receiver is None:
@@ -163,6 +170,7 @@ class UpdateAttempt:
             self._base_of(update),
             self._life.spare,
             self._life.segments,
+            self._exports,
         )
         if not update.streaming:
             self._keep(await self._made(incoming))
@@ -222,6 +230,14 @@ class UpdateAttempt:
             return
         self._link = links.take(frames.link_place(opened))
         await self._reader.during(in_thread(self._link.join, name=JOINER))
+
+    async def _open_exports(self, opened: weight_update_pb2.UpdateOpen) -> None:
+        """Have the engine's workers open what the update names, before anything is touched; a plan that names nothing
+        has no more use for what they have open. Raises IpcNotPossible."""
+        if opened.transport == weight_update_pb2.TRANSPORT_CUDA_IPC:
+            self._exports = frames.exports(opened)
+        if self._exports or self._life.exports.any_open:
+            await self._reader.during(self._life.exports.take(self._exports, opened.writer_term))
 
     def leave_link(self) -> None:
         """An update that ended before all of its bytes came leaves the link in the middle of something."""

@@ -12,7 +12,9 @@ from controlplane.core.errors import FrameInvalid, InvalidRequest
 from controlplane.core.pauses import PausePolicy
 from controlplane.core.plan import CAN_BE_DELTAS
 from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from controlplane.device_memory.ranges import ExportedProbe
 from controlplane.rpc.codec import pause_from_proto, version_from_proto, version_to_proto
+from controlplane.rpc.device_codec import probe_from_proto, range_from_proto
 from controlplane.rpc.engine_codec import canary_to_proto, reference_from_proto, timings_to_proto
 from controlplane.rpc.plan_codec import TRANSPORTS
 from engine_agent.life.installing import Applied
@@ -90,6 +92,16 @@ def link_place(message: weight_update_pb2.UpdateOpen) -> LinkPlace:
     return LinkPlace(link.link_id, link.rendezvous, link.size, link.position, message.writer_term)
 
 
+def exports(message: weight_update_pb2.UpdateOpen) -> list[ExportedProbe]:
+    """Raises FrameInvalid: the frame names none, or another kind of memory."""
+    if not message.exports or any(e.probe.WhichOneof("kind") != "cuda_ipc" for e in message.exports):
+        raise FrameInvalid("UpdateOpen", "exports", "cuda_ipc names what each device's worker has to open")
+    probes = [probe_from_proto(e) for e in message.exports]
+    if not all(p.range.export_id and p.range.inside for p in probes):
+        raise FrameInvalid("UpdateOpen", "exports", "a probe lies in its allocation, which has an id")
+    return probes
+
+
 def chunk_event(stream: int, chunk: weight_update_pb2.Chunk, buffers: Sequence[Buffer]) -> events.ChunkArrived:
     """`buffers`: the chunk's own."""
     records = [_record(r) for r in chunk.records]
@@ -124,6 +136,8 @@ def _buffer(buffer: layout_pb2.BufferHandle) -> Buffer:
             return Buffer(buffer.device_uuid, inline=buffer.inline)
         case "link":
             return Buffer(buffer.device_uuid, link_bytes=buffer.link.byte_count)
+        case "cuda_ipc":
+            return Buffer(buffer.device_uuid, device=range_from_proto(buffer))
         case _:
             r = buffer.shared_memory
             return Buffer(buffer.device_uuid, r.segment, r.host_id, r.offset, r.byte_count)

@@ -33,8 +33,10 @@ from controlplane.core.layout import Expected, Layout
 from controlplane.core.names import device_uuid
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
+from controlplane.device_memory.ranges import ExportedProbe
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
+    CUDA_IPC,
     DRAFT,
     PROCESSED_LOGPROBS,
     ROUTED_EXPERTS,
@@ -52,6 +54,7 @@ from engine_agent.vllm.canary import DECODED_TOKENS, CanarySilent, canary_prompt
 from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of, read_checkpoint, read_model_facts
 from engine_agent.vllm.engine_log import EngineLog
 from engine_agent.vllm.environment import gpu_present
+from engine_agent.vllm.exports import open_exports
 from engine_agent.vllm.further_nodes import FurtherNodes
 from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import end, launch
@@ -130,7 +133,8 @@ class VllmEngine:
         drafted = await asyncio.to_thread(self._draft_of, llm)
         expected = replace(expected_of(tensors, model, _name(llm.vllm_config.model_config.dtype)), draft=drafted)
         initial_digest = await self._name_initial(core, tensors) if self._serve_initial else None
-        self._facts = self._facts_of(core, self._device_uuids(workers), expected, initial_digest)
+        on_gpus = all(w["device_uuid"] for w in workers)
+        self._facts = self._facts_of(core, self._device_uuids(workers), expected, initial_digest, on_gpus=on_gpus)
         limits = self._settings
         self._installer_or_none = Installer(core, self._facts.device_uuids, expected, limits.install_timeout_seconds)
         if can_sleep(llm):
@@ -138,7 +142,7 @@ class VllmEngine:
         return self._facts
 
     def _facts_of(
-        self, core: Core, uuids: tuple[str, ...], expected: Expected, initial_digest: bytes | None
+        self, core: Core, uuids: tuple[str, ...], expected: Expected, initial_digest: bytes | None, *, on_gpus: bool
     ) -> EngineFacts:
         config = core.llm.vllm_config
         return EngineFacts(
@@ -150,7 +154,7 @@ class VllmEngine:
             likeness=self._likeness(core.llm, len(uuids)),
             max_requests=config.scheduler_config.max_num_seqs * core.cores,
             expected=expected,
-            capabilities=self._capabilities(core.llm) | ({DRAFT} if expected.draft is not None else set()),
+            capabilities=self._capabilities(core.llm, expected, on_gpus=on_gpus),
             pids=tuple(p.pid for p in self._processes),
             initial_digest=initial_digest,
         )
@@ -249,6 +253,10 @@ class VllmEngine:
         report = await self._in_time(self._install_everywhere(staged), staged.label)
         self._label = staged.label
         return report
+
+    async def open_exports(self, probes: Sequence[ExportedProbe]) -> None:
+        limit = self._settings.call_timeout_seconds
+        await open_exports(self._core, self._started_facts.device_uuids, probes, limit)
 
     async def begin_streaming(self, layout: Layout, label: str) -> None:
         self._coming = label
@@ -368,7 +376,7 @@ class VllmEngine:
         known = (vllm.__version__, device, model.dtype, model.quantization, world_size, model.max_model_len)
         return " ".join([likeness_of(*known), *invariant])
 
-    def _capabilities(self, llm: Any) -> frozenset[str]:
+    def _capabilities(self, llm: Any, expected: Expected, *, on_gpus: bool) -> frozenset[str]:
         import vllm
 
         cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
@@ -377,6 +385,8 @@ class VllmEngine:
         more = {
             "prefix_cache": cached,
             STREAMING: alone,
+            CUDA_IPC: alone and on_gpus,
+            DRAFT: expected.draft is not None,
             BATCH_INVARIANT: bool(vllm.envs.VLLM_BATCH_INVARIANT),
             SLEEP: can_sleep(llm),
             PROCESSED_LOGPROBS: model.logprobs_mode == PROCESSED_LOGPROBS,

@@ -21,6 +21,7 @@ from controlplane.core.errors import InstallFailed, Refused
 from controlplane.core.layout import Expected, Layout, TargetKind, own_name
 from engine_agent.engine import (
     DRAFT_IS_A_MIXTURE,
+    DeviceChunk,
     InstallReport,
     Placement,
     SegmentSpan,
@@ -156,6 +157,8 @@ class Installer:
     async def install_part(self, part: StagedPart) -> None:
         whole = self._under_way()
         places = {"tensors": list(part.tensors), **_places(part.chunks, part.placements)}
+        if part.device is not None:
+            places |= _told_at_device_part(part.device)
         await self._step(whole, self._told(whole, {"step": "part", **places}))
 
     async def finish_streaming(self) -> InstallReport:
@@ -251,4 +254,12 @@ def _places(chunks: Mapping[str, Sequence[SegmentSpan]], placements: Sequence[Pl
         },
         "chunk_indexes": [p.chunk for p in placements],
         "offsets": [p.offset for p in placements],
+    }
+
+
+def _told_at_device_part(chunk: DeviceChunk) -> dict[str, Any]:
+    return {
+        "device_ranges": {uuid: r.told() for uuid, r in chunk.ranges.items()},
+        "places": [(r.tensor, r.tensor_offset, r.buffer_offset, r.byte_count) for r in chunk.records],
+        "checksums": {str(tensor): digest.hex() for tensor, digest in chunk.checksums.items()},
     }

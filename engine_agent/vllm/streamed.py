@@ -32,9 +32,9 @@ class StreamedReload:
     def open(self) -> None:
         self._needed = self._loader.open(self._packing)
 
-    def load(self, name: str, view: torch.Tensor) -> None:
-        """One whole tensor; `view` is free when this returns."""
-        tensor = view.clone()
+    def load(self, name: str, view: torch.Tensor, *, own: bool = False) -> None:
+        """One whole tensor; `view` is free when this returns. `own`: it may be kept."""
+        tensor = view if own else view.clone()
         loaded = self._loader.take(iter([(n, tensor) for n in (name, *self._aliases.get(name, ()))]))
         self._loaded = None if loaded is None or self._loaded is None else self._loaded | loaded
         self.count += 1

@@ -18,6 +18,7 @@ It refuses a layout it was not told of, and an install without its check.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from controlplane import failpoints
+from controlplane.core.errors import IpcNotPossible
+from controlplane.device_memory.cuda import CudaMemory
+from controlplane.device_memory.ranges import ExportedProbe, ExportedRange
 from engine_agent.kept_maps import KeptMaps
+from engine_agent.vllm.cuda_ipc import ArrivingTensors, OpenedExports
 from engine_agent.vllm.loading import Loader
 from engine_agent.vllm.mapping import DTYPES, MappedChunks, StagingError
 from engine_agent.vllm.ranks import rank_in_engine
@@ -67,6 +72,12 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     offsets: list[int] = field(default_factory=list)
     """Entry i of both places tensor i of the layout; of "part": tensor `tensors[i]`."""
     tensors: list[int] = field(default_factory=list)
+    device_ranges: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Of a "part" in device memory: by device UUID, where its bytes lie. The next two are of it too."""
+    places: list[tuple[int, int, int, int]] = field(default_factory=list)
+    """See `cuda_ipc.Place`."""
+    checksums: dict[str, str] = field(default_factory=dict)
+    """Of the tensors that are whole with it; in hexadecimal, by number."""
     install_id: str = ""
     """"install" installs what the "check" of the same id staged, and nothing else: a step that comes late, of an agent
     that is gone, must not take another's place."""
@@ -97,6 +108,9 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._chunks: MappedChunks | None = None
         self._kept = KeptMaps(private=True)
         self._streamed: StreamedReload | None = None
+        self._exports = OpenedExports(CudaMemory(), "")
+        self._exports_cause = ""
+        self._arriving: ArrivingTensors | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         drafted = len(init_info.draft_names) or len(init_info.names)
@@ -139,11 +153,28 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         self._close_streamed()
 
     def shutdown(self) -> None:
+        self._exports.close()
         self._drop_staged()
         self._kept.close()
 
     def result_dict(self) -> dict[str, Any]:
         return asdict(self.result) | {"rank": rank_in_engine(self.parallel_config)}
+
+    # ---- device memory ----------------------------------------------------------------------
+
+    def open_exports(self, exports: list[dict[str, Any]], engine_id: str) -> None:
+        """Entry i is of the worker of rank i; none: close what is open. What went wrong is in `exports_dict`."""
+        self._exports_cause, self._exports.engine_id = "", engine_id
+        if not exports:
+            self._exports.close()
+            return
+        try:
+            self._exports.open(ExportedProbe.heard(exports[rank_in_engine(self.parallel_config)]))
+        except IpcNotPossible as error:
+            self._exports_cause = error.cause
+
+    def exports_dict(self) -> dict[str, Any]:
+        return {"rank": rank_in_engine(self.parallel_config), "cause": self._exports_cause}
 
     # ---- check ------------------------------------------------------------------------------
 
@@ -181,6 +212,9 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         loader = Loader(self._default_model, self._default_model_config)
         self.result.touched = True  # from here on the old weights are not certainly whole (INV-1, INV-4)
         self._streamed = StreamedReload(loader, aliases_of([] if loader.tied else init.ties))
+        self._arriving = ArrivingTensors(
+            init.names, [DTYPES[d].itemsize * math.prod(s) for d, s in zip(init.dtypes, init.shapes, strict=True)]
+        )
         self._streamed.open()
 
     def _part(self, update: UpdateInfo) -> None:
@@ -188,6 +222,9 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
         init, streamed = self._init, self._streamed
         if init is None or streamed is None:
             raise StagingError("a part without its begin")
+        if update.device_ranges:
+            self._device_part(init, update, streamed)
+            return
         self._chunks = self._mapped(init, update)
         for tensor, chunk, offset in zip(update.tensors, update.chunk_indexes, update.offsets, strict=True):
             failpoints.hit("worker.install", streamed.count)
@@ -196,16 +233,28 @@ class WeightplaneTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # 
             del view
         self.result.loaded = streamed.count
 
+    def _device_part(self, init: InitInfo, update: UpdateInfo, streamed: StreamedReload) -> None:
+        """A chunk in the memory of the rank on this device; on return nothing reads it any more (INV-12)."""
+        assert self._arriving is not None, "it is made with what was begun"
+        told = update.device_ranges[init.device_uuids[rank_in_engine(self.parallel_config)]]
+        checksums = {int(tensor): bytes.fromhex(digest) for tensor, digest in update.checksums.items()}
+        arrived = self._arriving.take(self._exports, ExportedRange.heard(told), update.places, checksums)
+        for tensor, data in arrived:
+            failpoints.hit("worker.install", streamed.count)
+            whole = data.view(DTYPES[init.dtypes[tensor]]).reshape(init.shapes[tensor])
+            streamed.load(init.names[tensor], whole, own=True)
+        self.result.loaded = streamed.count
+
     def _finish(self) -> None:
         self.result.touched = True
         if self._streamed is None:
             raise StagingError("a finish without its begin")
         self._streamed.finish()
-        self.result.loaded, self._streamed = self._streamed.count, None
+        self.result.loaded, self._streamed, self._arriving = self._streamed.count, None, None
 
     def _close_streamed(self) -> None:
         """What was not finished is a mixture; its layers are closed, so that the next full update starts clean."""
-        streamed, self._streamed = self._streamed, None
+        streamed, self._streamed, self._arriving = self._streamed, None, None
         if streamed is not None:
             streamed.abandon()
 

@@ -31,6 +31,16 @@ class WorkerExtension:
         result: dict[str, Any] = self.weight_transfer_engine.result_dict()
         return result
 
+    def weightplane_open_exports(self: Any, exports: list[dict[str, Any]], engine_id: str) -> None:
+        """Open the export of this worker's device, by its rank; with none close what is open. See
+        `weightplane_exports`."""
+        self.weight_transfer_engine.open_exports(exports, engine_id)
+
+    def weightplane_exports(self: Any) -> dict[str, Any]:
+        """What the last opening did here: rank, and cause, empty if it went well."""
+        answer: dict[str, Any] = self.weight_transfer_engine.exports_dict()
+        return answer
+
     def weightplane_scrub_kv(self: Any) -> int:
         """Zero the KV cache. A NaN in a page outlives the request that made it: 0 × NaN is NaN in later attention."""
         caches = [c for c in self.model_runner.kv_caches if isinstance(c, torch.Tensor)]

@@ -11,12 +11,15 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+import torch
 
 from controlplane.core.engine_core import SLEEP
-from controlplane.core.errors import InstallFailed, UnsupportedByEngine
+from controlplane.core.errors import InstallFailed, IpcNotPossible, UnsupportedByEngine
 from controlplane.core.sampling import SamplingSettings
+from controlplane.device_memory.ranges import ExportedProbe, ExportedRange
 from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import (
+    CUDA_IPC,
     PROCESSED_LOGPROBS,
     Engine,
     EngineFacts,
@@ -219,6 +222,19 @@ async def test_inv4_a_failed_install_says_that_it_touched_and_a_full_one_heals_i
     healed = tokens(await collect(rig.engine, "r63", 8))
     await rig.put(0, "64")
     assert healed == tokens(await collect(rig.engine, "r64", 8))
+
+
+async def test_an_engine_without_device_memory_says_so_and_goes_on_as_it_was(rig: Rig) -> None:
+    if CUDA_IPC in rig.facts.capabilities:
+        pytest.skip("this one has")
+    await rig.put(1, "71")
+    before = tokens(await collect(rig.engine, "r71", 8))
+    uuid = rig.facts.device_uuids[0]
+    probe = ExportedProbe(ExportedRange(uuid, "x", b"h" * 64, 1024, 0, 512, torch.__version__), b"c" * 8)
+    with pytest.raises(IpcNotPossible):
+        await rig.engine.open_exports([probe])
+    await rig.engine.open_exports(())
+    assert tokens(await collect(rig.engine, "r72", 8)) == before
 
 
 async def put_in_parts(rig: Rig, which: int, label: str, count: int | None = None) -> None:

@@ -11,18 +11,20 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from structlog.testing import capture_logs
 
 from controlplane.core.errors import LinkFailed, UpdateFailed
 from controlplane.rpc.metrics import SENT_BYTES
+from engine_agent.daemon import building
 from engine_agent.daemon.agent import run_engine
 from engine_agent.daemon.settings import EngineSettings
 from engine_agent.memory.engine import MemorySettings
@@ -34,9 +36,11 @@ from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.thread_rank import Source, ThreadRank, tokens_of
 from tests.support.toy_rank import tensors_of
 from tests.support.toy_trainer import SMALL_CHUNK_BYTES, ToyTrainer, fleet_for_toys, toy_trainer
+from tests.support.twin_devices import TwinMemory, own_exports
+from tests.support.twin_worker import TwinEngine
 from trainer_agent.agent import pusher
 from trainer_agent.agent.chunk_log import ChunkLog
-from trainer_agent.rank import PushReport
+from trainer_agent.rank import PushReport, cuda_ipc
 from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
 
@@ -56,6 +60,8 @@ class Way:
     coordinator: dict[str, Any] = field(default_factory=dict)
     checkpoints: bool = False
     """The trainer keeps whole versions."""
+    devices: bool = False
+    """Ranks and workers have device memory, or its twin; what comes is installed as it comes."""
 
 
 WAYS = [
@@ -64,10 +70,12 @@ WAYS = [
     Way("inline_whole", {"transport": "inline"}, checkpoints=True),
     Way("broadcast_shared", {"transport": "broadcast", "link_fate": "shared"}),
     Way("broadcast_per_engine", {"transport": "broadcast", "link_fate": "per_engine"}),
+    Way("cuda_ipc_twin", {"transport": "cuda_ipc"}, devices=True),
 ]
 CHECKPOINT = Way("checkpoint", {"transport": "shared_memory"}, checkpoints=True)
 """Another engine is pushed to; these ones come late, and read what was written of it."""
-RINGS = [w for w in WAYS if w.name in ("inline_ring", "broadcast_shared", "broadcast_per_engine")]
+HOST_RINGS = [w for w in WAYS if w.name in ("inline_ring", "broadcast_shared", "broadcast_per_engine")]
+RINGS = [*HOST_RINGS, *(w for w in WAYS if w.devices)]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.name)
 every_transport = pytest.mark.parametrize("way", [*WAYS, CHECKPOINT], ids=lambda w: w.name)
 """What holds with no sender, too. Where one is stopped, slow, or spoils its bytes, a checkpoint has none: its files are
@@ -82,6 +90,7 @@ class Both:
     fleet: LocalFleet
     trainer: ToyTrainer
     rank: ThreadRank
+    way: Way
 
     async def push(self, step: int) -> PushReport:
         """Every engine is waited for: their gates are open."""
@@ -96,6 +105,24 @@ class Both:
         """Whether the engine has exactly these bytes."""
         tokens, _, _ = await self.fleet.generate(engine_id, 4)
         return tokens == tokens_of(tensors, 4)
+
+    async def took_nothing(self, engine_id: str, step: int) -> bool:
+        """Of an update that failed in the middle: it has the version of before. Where bytes are installed as they come
+        it has none, and says so to whoever wants tokens (INV-4)."""
+        if not self.way.devices:
+            return await self.holds(engine_id, tensors_of(step))
+        with pytest.raises(grpc.aio.AioRpcError, match="holds a mixture"):
+            await self.fleet.generate(engine_id, 4)
+        return await self.fleet.applied(engine_id) is None
+
+
+@pytest.fixture(autouse=True)
+def device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where a way has devices, this is theirs. What was exported is gone afterwards."""
+    monkeypatch.setattr(cuda_ipc, "devices", TwinMemory())
+    monkeypatch.setattr(building, "MemoryEngine", TwinEngine)
+    yield
+    assert own_exports() == []
 
 
 @dataclass
@@ -132,7 +159,8 @@ async def both_sides(
     settings: dict[str, Any] = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
     async with fleet_for_toys(directory, engines=0, **way.coordinator) as fleet:
         read = {"checkpoint_root": directory / "checkpoints"} if way is CHECKPOINT else {}
-        expected = {f"e{i}": engine(fleet, f"e{i}", tensors(0), **read) for i in range(engines)}
+        names = [f"e{i}" for i in range(engines)]
+        expected = {n: engine(fleet, n, tensors(0), devices=way.devices, **read) for n in names}
         pushed_to = {"first": engine(fleet, "first", tensors(0))} if way is CHECKPOINT else expected
         for name, its in pushed_to.items():
             fleet._start(name, run_engine, its)
@@ -141,14 +169,19 @@ async def both_sides(
             source = Source(tensors)
             rank = await ThreadRank.join(trainer.directory / "ranks.sock", source, push_timeout)
             try:
-                sides = (fleet, trainer, rank)
+                sides = (fleet, trainer, rank, way)
                 yield ByCheckpoint(*sides, expected) if way is CHECKPOINT else Both(*sides)
             finally:
                 await rank.close()
 
 
-def engine(fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor], **more: Any) -> EngineSettings:
+def engine(
+    fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor], *, devices: bool = False, **more: Any
+) -> EngineSettings:
+    """`devices`: it is on the rank's."""
     dtype = DTYPES[next(iter(tensors.values())).dtype]
+    if devices:
+        more |= {"apply": "streaming", "cpu_devices": (0,)}
     return EngineSettings(
         engine_id=engine_id,
         coordinator=fleet.address,
@@ -233,7 +266,7 @@ async def test_an_update_given_up_in_the_middle_frees_both_sides_and_the_next_on
         with pytest.raises(ValueError, match="the source broke"):
             await both.push(2)
         await eventually(lambda: nothing_staged(own_segments=1))
-        assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
+        assert [await both.took_nothing(e, 1) for e in ("e0", "e1")] == [True, True]
         both.rank.source.before = lambda name: None
         await both.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
@@ -255,7 +288,7 @@ async def test_a_sender_that_dies_in_the_middle_leaves_engines_free_and_with_wha
         with pytest.raises((Dead, ValueError)):  # what is left of it finds its socket closed
             await both.push(2)
         await eventually(lambda: nothing_staged(own_segments=0))
-        assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
+        assert [await both.took_nothing(e, 1) for e in ("e0", "e1")] == [True, True]
 
 
 @every_way
@@ -295,7 +328,7 @@ async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
             assert [await both.holds(e, tensors_of(step)) for e in ("e0", "e1")] == [True, True]
 
 
-@every_ring
+@pytest.mark.parametrize("way", HOST_RINGS, ids=lambda w: w.name)
 async def test_the_next_chunk_is_gathered_while_the_one_before_is_on_its_way(
     tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -321,8 +354,9 @@ async def test_bytes_that_changed_on_the_way_are_refused_and_the_old_version_sta
             spoil_exports(patch)
             with capture_logs() as logs, pytest.raises((UpdateFailed, LinkFailed)):
                 await both.push(2)
-        assert "CHECKSUM_MISMATCH" in [line.get("reason") for line in logs if line["event"] == "call_refused"]
-        assert [await both.holds(e, tensors_of(1)) for e in ("e0", "e1")] == [True, True]
+        refusals = [f"{line['reason']}: {line['text']}" for line in logs if line["event"] == "call_refused"]
+        assert any("checksum" in refusal.lower() for refusal in refusals), refusals
+        assert [await both.took_nothing(e, 1) for e in ("e0", "e1")] == [True, True]
         await both.push(3)
         assert [await both.holds(e, tensors_of(3)) for e in ("e0", "e1")] == [True, True]
 
@@ -368,6 +402,7 @@ def slow_readers(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
     patch.setattr(ChunkLog, "chunk", late)
     for receiver in (SharedMemoryReceiver, InlineReceiver, BroadcastReceiver):
         patch.setattr(receiver, "place", slow(receiver.place, seconds))
+    patch.setattr(TwinEngine, "slow_seconds", seconds)
 
 
 def readers_wait_for(gathered: threading.Event, patch: pytest.MonkeyPatch) -> list[int]:

@@ -14,9 +14,12 @@ LOAD = Load(tensor_count=9, byte_count=1000, chunk_bytes=100, largest_module_byt
 RANKS = [RankPlace(Rank(n), "h0", DeviceUuid(f"d{n}")) for n in range(3)]
 
 
-def engine(name: str, *devices: str, host: str = "h0", transports: frozenset[Transport] = ALL) -> EnginePlace:
+def engine(
+    name: str, *devices: str, host: str = "h0", transports: frozenset[Transport] = ALL, streaming: bool = False
+) -> EnginePlace:
     uuids = tuple(DeviceUuid(d) for d in devices)
-    return EnginePlace(EngineId(name), Incarnation("i"), f"{name}:1", host, uuids, transports=transports)
+    where = (EngineId(name), Incarnation("i"), f"{name}:1", host, uuids)
+    return EnginePlace(*where, transports=transports, streaming=streaming)
 
 
 def plan(engines: list[EnginePlace], ranks: list[RankPlace] = RANKS, **ways: object) -> Plan:
@@ -65,8 +68,8 @@ def test_one_engine_that_maps_memory_makes_its_sender_keep_the_whole_version() -
 
 
 def test_device_memory_is_two_chunks_and_what_is_loaded_the_largest_module_too() -> None:
-    made = plan([engine("e0", "d0")], sends=ALL)
-    assert sender_costs(made, LOAD) == (SenderCost(Rank(0), (sent(Transport.CUDA_IPC, 1000, "e0"),), 0, 200),)
+    made = plan([engine("e0", "d0", streaming=True)], sends=ALL)
+    assert sender_costs(made, LOAD) == (SenderCost(Rank(0), (sent(Transport.CUDA_IPC, 1000, "e0"),), 200, 200),)
     assert engine_costs(made, LOAD) == (EngineCost(EngineId("e0"), staging_bytes=0, loading_bytes=500),)
 
 

@@ -20,14 +20,20 @@ RANKS = [RankPlace(Rank(n), "h0", DeviceUuid(f"d{n}")) for n in range(2)]
 
 
 def engine(
-    name: str, *devices: str, host: str = "h0", transports: frozenset[Transport] = HOST_MEMORY, life: str = "i"
+    name: str,
+    *devices: str,
+    host: str = "h0",
+    transports: frozenset[Transport] = HOST_MEMORY,
+    life: str = "i",
+    streaming: bool = False,
 ) -> EnginePlace:
     uuids = tuple(DeviceUuid(d) for d in devices)
-    return EnginePlace(EngineId(name), Incarnation(life), f"{name}:1", host, uuids, transports=transports)
+    where = (EngineId(name), Incarnation(life), f"{name}:1", host, uuids)
+    return EnginePlace(*where, transports=transports, streaming=streaming)
 
 
-def colocated(transports: frozenset[Transport] = HOST_MEMORY) -> EnginePlace:
-    return engine("e", "d0", transports=transports)
+def colocated(transports: frozenset[Transport] = HOST_MEMORY, *, streaming: bool = False) -> EnginePlace:
+    return engine("e", "d0", transports=transports, streaming=streaming)
 
 
 def near(transports: frozenset[Transport] = HOST_MEMORY) -> EnginePlace:
@@ -75,7 +81,19 @@ def test_whoever_asks_for_a_transport_can_name_each_that_ranks_may_send_by() -> 
             "devices of its own; another host; not broadcast: the trainer does not send it",
         ),
         (far(ALL), Ways(sends=ALL), Transport.BROADCAST, "devices of its own; another host"),
-        (colocated(ALL), Ways(sends=ALL), Transport.CUDA_IPC, "devices shared with the slot's ranks; same host"),
+        (
+            colocated(ALL, streaming=True),
+            Ways(sends=ALL),
+            Transport.CUDA_IPC,
+            "devices shared with the slot's ranks; same host; streaming, as the engine asks: installed as it comes",
+        ),
+        (
+            colocated(ALL),
+            Ways(sends=ALL),
+            Transport.SHARED_MEMORY,
+            "devices shared with the slot's ranks; same host; "
+            "not cuda_ipc: the engine takes whole versions, and it is installed as it comes",
+        ),
         (
             near(ALL),
             Ways(sends=ALL),
@@ -118,6 +136,20 @@ def test_what_is_asked_for_goes_before_what_is_preferred_but_not_before_what_is_
     found = only(place, Ways(sends=ALL, forced=forced))
     assert found.transport is transport
     assert reason in found.reason
+
+
+def test_no_engine_waits_for_whole_versions_of_ranks_that_stand_still_until_go() -> None:
+    """Such ranks keep two chunks until engines take the first, after go; go would wait for the other's last one."""
+    streams = engine("e1", "d0", transports=ALL, streaming=True)
+    for other in (engine("e0", "d1"), engine("e0", "f0", host="h9"), engine("e0", "f0", host="h9", transports=ALL)):
+        made = plan([streams, other], Ways(sends=ALL)).assignments
+        assert Transport.CUDA_IPC not in {a.transport for a in made}
+        assert "not cuda_ipc: e0, fed by the same ranks, takes whole versions" in made[1].reason
+    alike = engine("e0", "f0", streaming=True)
+    assert [a.transport for a in plan([streams, alike], Ways(sends=ALL)).assignments] == [
+        Transport.SHARED_MEMORY,
+        Transport.CUDA_IPC,
+    ]
 
 
 def test_a_way_that_failed_is_not_taken_again_and_the_cause_is_said() -> None:

@@ -12,14 +12,15 @@ from controlplane.core.errors import SlotMismatch
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.agent.announced import Announced
 from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.agent.ways import ByDevice
 from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
 from trainer_agent.parts import Part, keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter, copy_elements
 from trainer_agent.rank.feed import chunks_of
 from trainer_agent.rank.memory import COPIED_BYTES, RingMemory, ring_bytes
-from trainer_agent.transports import BROADCAST, INLINE, SHARED_MEMORY
+from trainer_agent.transports import BROADCAST, CUDA_IPC, INLINE, SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import version_pb2, weight_update_pb2
+from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2
 
 # ---- the rank's side ----
 
@@ -137,6 +138,29 @@ async def test_inv12_a_chunk_is_released_when_the_slowest_of_its_readers_has_rea
     assert released == [(0, 0)]
     said.logs["e2"].mark_read(0)
     assert released == [(0, 0), (1, 0)]
+
+
+async def test_inv12_a_half_of_device_memory_is_released_to_every_rank_when_all_workers_have_let_go() -> None:
+    """A rank of two slots writes one half for both: what only one of them has read is not free."""
+    plan = push_plan(("e0", [0, 1], CUDA_IPC), ("e1", [1], CUDA_IPC), ("e2", [2], SHARED_MEMORY))
+    said, released = announced(plan)
+    said.logs["e0"].mark_read(0)
+    said.logs["e2"].mark_read(0)
+    assert released == []
+    said.logs["e1"].mark_read(0)
+    assert released == [(0, 0), (1, 0)]
+    said.logs["e1"].mark_over()
+    said.logs["e0"].mark_read(1)
+    assert released == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+async def test_inv12_a_handle_that_went_out_frees_nothing_and_the_engines_word_does() -> None:
+    log = ChunkLog(ring=True)
+    way = ByDevice(fleet_pb2.Assignment(), log)
+    way.sent(0)
+    assert log.read == -1
+    way.let_go(0)
+    assert log.read == 0
 
 
 async def test_a_stream_that_is_over_holds_nobody_up_and_a_broadcast_one_never_does() -> None:

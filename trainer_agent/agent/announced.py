@@ -7,6 +7,7 @@ version; a leader that keeps two chunks only is told when the first of them has 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 from controlplane.core.errors import SlotMismatch
@@ -27,11 +28,13 @@ class Announced:
         """Of the content, once a leader has announced everything."""
         self._leaders = {a.engine.engine_id: a.leader for a in plan.assignments}
         self.logs: dict[str, ChunkLog] = {}
-        rings = {r: Ring(partial(release, r)) for r in set(self._leaders.values()) if not keeps_whole(plan, r)}
+        keep_two = {r for r in self._leaders.values() if not keeps_whole(plan, r)}
+        rings = _rings(plan, keep_two, release)
         for a in plan.assignments:
-            copied = traits_of(a.transport).by_agent and a.leader in rings
-            log = ChunkLog(ring=a.leader in rings, choice=a.HasField("base"))
-            self.logs[a.engine.engine_id] = rings[a.leader].log() if copied else log
+            traits = traits_of(a.transport)
+            read_here = traits.by_device or (traits.by_agent and a.leader in keep_two)
+            log = ChunkLog(ring=a.leader in keep_two, choice=a.HasField("base"))
+            self.logs[a.engine.engine_id] = rings[a.leader].log() if read_here else log
         self._own = {r: ChunkLog() for r in set(self._leaders.values())}
         """By rank: what it announces for this agent alone."""
 
@@ -64,6 +67,10 @@ class Announced:
         """A link is its engines' leader's. Raises SlotMismatch."""
         self._logs(rank, made.engine_ids)
 
+    def check_exports(self, rank: int, made: rank_pb2.ExportsMade) -> None:
+        """So are exports. Raises SlotMismatch."""
+        self._logs(rank, made.engine_ids)
+
     def _logs(self, rank: int, engine_ids: Sequence[str]) -> list[ChunkLog]:
         for engine_id in engine_ids:
             if self._leaders.get(engine_id) != rank:
@@ -72,3 +79,18 @@ class Announced:
         if not engine_ids and rank in self._own:
             return [self._own[rank]]
         return [self.logs[e] for e in engine_ids]
+
+
+def _rings(plan: rank_pb2.PushPlan, keep_two: AbstractSet[int], release: Release) -> dict[int, Ring]:
+    """By leader. With device memory every rank of a slot does, and may be in several slots: one
+    ring for all, so that a rank hears of a chunk when whoever reads any of its memory has let go (INV-12)."""
+    on_devices = {a.leader: list(a.ranks) for a in plan.assignments if traits_of(a.transport).by_device}
+    if not on_devices:
+        return {r: Ring(partial(release, r)) for r in keep_two}
+    concerned = sorted(set(keep_two).union(*on_devices.values()))
+
+    def released(chunk: int) -> None:
+        for rank in concerned:
+            release(rank, chunk)
+
+    return dict.fromkeys(keep_two | on_devices.keys(), Ring(released))

@@ -7,6 +7,7 @@ limit.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import suppress
 
 import grpc
@@ -29,13 +30,15 @@ Frames = asyncio.Queue[weight_update_pb2.UpdateWeightsResponse | None]
 """What the agent said; None: it ended the stream."""
 
 
-async def hear_all(call: Call, frames: Frames) -> None:
+async def hear_all(call: Call, frames: Frames, let_go: Callable[[int], None]) -> None:
     """What the agent says, until its stream ends; raises its status if that is an error.
 
-    Releases of single chunks are dropped: the segment is one, and is judged by the stream's end.
+    `let_go` hears of single chunks that it reads no more, at once: whoever waits for frames may not be there.
     """
     async for frame in call:
-        if not frame.HasField("chunk_released"):
+        if frame.HasField("chunk_released"):
+            let_go(frame.chunk_released.index)
+        else:
             await frames.put(frame)
     await frames.put(None)
 

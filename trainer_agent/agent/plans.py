@@ -50,7 +50,7 @@ def push_plan(
         traced=traced,
     )
     for assignment in begun.plan.assignments:
-        if len(assignment.ranks) > 1 and traits_of(assignment.transport).by_reference:
+        if len(assignment.ranks) > 1 and traits_of(assignment.transport).by_slot:
             plan.shared_slots.add(engine_id=assignment.engine.engine_id, ranks=assignment.ranks)
     return plan
 

@@ -16,7 +16,7 @@ import structlog
 from structlog.contextvars import bind_contextvars, bound_contextvars
 
 from controlplane import tracing
-from controlplane.core.errors import LinkFailed, PeerLost, WeightplaneError
+from controlplane.core.errors import IpcNotPossible, LinkFailed, PeerLost, WeightplaneError
 from controlplane.rpc.metrics import PUSH_SECONDS, PUSHES
 from trainer_agent.agent import outcome, spans, stuck
 from trainer_agent.agent.announced import Announced, Release
@@ -79,6 +79,19 @@ class Push:
         self._take(lambda said: said.check_link(rank, made))
         if self._streams is not None:
             self._streams.link_made(made)
+
+    def take_exports(self, rank: int, made: rank_pb2.ExportsMade) -> None:
+        """A slot's ranks exported device memory."""
+        self._take(lambda said: said.check_exports(rank, made))
+        if self._streams is not None:
+            self._streams.exports_made(made)
+
+    def ipc_failed(self, error: IpcNotPossible) -> None:
+        """A rank's word: it cannot send by device memory."""
+        if self._streams is None:
+            self.fail(error)
+        else:
+            self._streams.ipc_failed(error)
 
     def link_failed(self, error: LinkFailed) -> None:
         """A leader's word: a link is broken."""

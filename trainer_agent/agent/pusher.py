@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable
 import structlog
 
 from controlplane import tracing
-from controlplane.core.errors import LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
+from controlplane.core.errors import IpcNotPossible, LinkFailed, PeerLost, SlotMismatch, StaleTerm, WeightplaneError
 from trainer_agent.agent import stuck
 from trainer_agent.agent.asked import Asked, PushContext
 from trainer_agent.agent.outcome import failed
@@ -87,6 +87,8 @@ class Pusher:
             self._push.take_end(rank.rank, request.push_end)
         elif self._push is not None and request.HasField("link_made"):
             self._push.take_link(rank.rank, request.link_made)
+        elif self._push is not None and request.HasField("exports_made"):
+            self._push.take_exports(rank.rank, request.exports_made)
 
     def fail(self, error: WeightplaneError) -> None:
         """The push, or the waiting for one, is over for everybody."""
@@ -241,6 +243,8 @@ class Pusher:
             self.fail(error)
         elif isinstance(error, LinkFailed):
             push.link_failed(error)
+        elif isinstance(error, IpcNotPossible):
+            push.ipc_failed(error)
         elif what.error_reason and not isinstance(error, PeerLost):
             push.fail(error)
         else:  # a death that is told meanwhile is the first word

@@ -147,7 +147,7 @@ class RankSet:
             model=self.model,
             trainer_id=trainer_id,
             incarnation=self.incarnation,
-            transports=sends(link_host),
+            transports=sends(link_host, device_memory=all(c.join.device_memory for c in self.members.values())),
             load=load_of(self.layout, chunk_bytes),
             software=software((TORCH, MEGATRON)),
         )

@@ -9,7 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import Enum
 
-from controlplane.core.errors import DeadlineExceeded, LinkFailed, PeerLost, StaleTerm, UpdateFailed, WeightplaneError
+from controlplane.core.errors import (
+    DeadlineExceeded,
+    IpcNotPossible,
+    LinkFailed,
+    PeerLost,
+    StaleTerm,
+    UpdateFailed,
+    WeightplaneError,
+)
 from controlplane.rpc.errors import RemoteError
 
 TRANSIENT_CODES = frozenset({"UNAVAILABLE", "CANCELLED"})
@@ -143,7 +151,7 @@ def update_passes(error: WeightplaneError, reasons: Iterable[str]) -> bool:
     """Whether a new update can succeed where this one ended with `error`; `reasons` are the required engines' own."""
     if isinstance(error, DeadlineExceeded):
         return error.phase == "gather_group"
-    if not isinstance(error, (UpdateFailed, PeerLost, LinkFailed)):
+    if not isinstance(error, (UpdateFailed, PeerLost, LinkFailed, IpcNotPossible)):
         return False
     return not PERMANENT.intersection(reasons)
 

@@ -18,6 +18,7 @@ import structlog
 from controlplane import failpoints, tracing
 from controlplane.core.errors import (
     DeadlineExceeded,
+    FrameOutOfOrder,
     NotWelcomed,
     UpdateAborted,
     UpdateInProgress,
@@ -206,7 +207,7 @@ class EngineStream:
         self._opened = self._handed = False
         self._attempts += 1
         self._sent = self.sent_bytes = 0
-        hear, out = asyncio.create_task(hear_all(call, frames)), Outgoing(call)
+        hear, out = asyncio.create_task(hear_all(call, frames, self._let_go)), Outgoing(call)
         work = asyncio.create_task(self._work(out, frames))
         abort = asyncio.create_task(self._abort.wait())
         tasks = {hear, work, abort}
@@ -306,8 +307,14 @@ class EngineStream:
                 self.sent_bytes += size
                 sent.inc(size)
                 failpoints.hit("trainer.between_chunks", self._sent)
-            self._chunks.mark_read(index)
+            self.way.sent(index)
             index += 1
+
+    def _let_go(self, index: int) -> None:
+        """Raises FrameOutOfOrder: it was never sent."""
+        if index > self._sent:  # that of a chunk may come before the word that it was written
+            raise FrameOutOfOrder(expected=f"a release of one of {self._sent + 1} chunks", got=f"chunk {index}")
+        self.way.let_go(index)
 
     def _commit(self) -> weight_update_pb2.Commit:
         end = self._chunks.end

@@ -19,7 +19,7 @@ from trainer_agent.agent.avoided import Avoided
 from trainer_agent.agent.stream import Cargo, EngineStream, StreamEnd
 from trainer_agent.agent.stubs import Stubs
 from trainer_agent.agent.watch import UpdateWatch
-from trainer_agent.agent.ways import ByLink
+from trainer_agent.agent.ways import ByDevice, ByLink
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
@@ -61,6 +61,17 @@ class EngineStreams:
         for stream in self._streams:
             if stream.engine_id in made.engine_ids and isinstance(stream.way, ByLink):
                 stream.way.made(made)
+
+    def exports_made(self, made: rank_pb2.ExportsMade) -> None:
+        """A slot's ranks have device memory for the chunks."""
+        for stream in self._streams:
+            if stream.engine_id in made.engine_ids and isinstance(stream.way, ByDevice):
+                stream.way.made(made)
+
+    def ipc_failed(self, error: IpcNotPossible) -> None:
+        """A rank's word: it can export no device memory, or write none. The next plan takes another way."""
+        self._note(error)
+        self.fail(error)
 
     def link_failed(self, error: LinkFailed) -> None:
         """A leader's, or an engine's own word: the end of all bytes of a link of shared fate, else of that engine's."""

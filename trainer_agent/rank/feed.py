@@ -18,13 +18,22 @@ from controlplane.core.errors import WeightplaneError
 from controlplane.core.layout import Layout
 from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
 from trainer_agent.parts import Part, keeps_whole, parts_of
+from trainer_agent.rank.cuda_ipc import DeviceRings
 from trainer_agent.rank.exporter import Exporter
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import Inbox
 from trainer_agent.rank.kept import KeptVersions
 from trainer_agent.rank.link import Patience, RankLink
 from trainer_agent.rank.links import Links
-from trainer_agent.rank.memory import COPIED_BYTES, NOTHING, ExportMemory, RingMemory, WholeMemory, ring_bytes
+from trainer_agent.rank.memory import (
+    COPIED_BYTES,
+    NOTHING,
+    ExportMemory,
+    RingMemory,
+    WholeMemory,
+    ring_bytes,
+    room_bytes,
+)
 from trainer_agent.rank.senders import make_sender
 from trainer_agent.rank.senders.delta import DeltaSender, Difference, difference_of
 from trainer_agent.rank.senders.port import Announcer, Content, Means, Sender
@@ -45,6 +54,7 @@ class Held:
     """KeptVersions: engines that hold what it keeps may be sent deltas."""
     groups: GatherGroups
     links: Links = field(default_factory=Links)
+    rings: DeviceRings = field(default_factory=DeviceRings)
     exported: weight_update_pb2.Base | None = None
     """What a push wrote into the segment, once that is everything."""
 
@@ -61,6 +71,7 @@ class Held:
     def settle(self, *, released: bool, failed: bool) -> None:
         """A push is over. `released`: no engine reads the memory any more (INV-12)."""
         free = released and not self.links.busy
+        self.rings.settle(free=released)
         exported, self.exported = self.exported, None
         if isinstance(self.segments, KeptVersions):
             self.segments.settle(free, None if failed else exported)
@@ -75,6 +86,7 @@ class Held:
         """Let go of everything."""
         self.groups.close()
         self.links.close()
+        self.rings.close()
         self.segments.close()
 
 
@@ -88,6 +100,8 @@ class Feed:
         self._patience = patience
         self._inbox = Inbox(link, sequence, patience)
         self._senders: list[Sender] = []
+        self._room = 0
+        """Of the largest chunk."""
         self.unread: int | None = NOTHING
         """Last chunk of this rank's memory that the agent has still to read, once everything was exported. NOTHING:
         nobody reads any of it. None: the push's result says when nobody does (INV-12)."""
@@ -115,6 +129,7 @@ class Feed:
         layed_out = chunks_of(layout, plan.chunk_bytes, parts, whole=whole)
         segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
         difference = difference_of(self._held.segments, parts, segment, layout, layed_out, plan.chunk_bytes)
+        self._room = room_bytes(layed_out)
         self._senders = [self._sender(part, segment, difference) for part in parts]
         if plan.keep_whole and all(part.base is not None for part in parts):
             self._senders.append(self._for_the_agent(segment))
@@ -173,7 +188,8 @@ class Feed:
 
     def _means(self, part: Part, segment: Segment) -> Means:
         announcer = Announcer(part, self._link, self._patience)
-        return Means(part, self._rank, announcer, segment, self._held.groups, self._held.links, self._inbox)
+        held = self._held
+        return Means(part, self._rank, announcer, segment, held.groups, held.links, self._inbox, held.rings, self._room)
 
     def _finish(self, content: Content, parts: list[Part]) -> None:
         for sender in self._senders:

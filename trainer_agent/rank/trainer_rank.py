@@ -35,6 +35,7 @@ from controlplane.exit_codes import ExitCode
 from controlplane.processes import set_death_signal
 from controlplane.rpc.codec import layout_to_parts
 from trainer_agent import wire
+from trainer_agent.rank import cuda_ipc
 from trainer_agent.rank.devices import current_device
 from trainer_agent.rank.exporter import layout_of
 from trainer_agent.rank.feed import Held
@@ -271,6 +272,7 @@ class TrainerRank:
             restart_count=self._place.restart_count,
             layout_digest=self._layout.digest,
             timeout_seconds=timeout,
+            device_memory=not cuda_ipc.devices.why_not(),
         )
         self._link.send(rank_pb2.RankRequest(join=join), patience)
         if self._place.rank == 0:

@@ -283,8 +283,9 @@ Global___LinkBytes: _TypeAlias = LinkBytes  # noqa: Y015
 
 @_typing.final
 class CudaIpcRange(_message.Message):
-    """A range of device memory, as torch exports it. Typed fields: nothing here is unpickled, and only a worker on the
-    device opens it. The device is the handle's `device_uuid`; no index of one is sent.
+    """A range of device memory that another process of the host exported. Typed fields: nothing here is unpickled, and only a
+    worker on the device opens it. The device is the handle's `device_uuid`; no index of one is sent. Ranks of ours export a
+    plain allocation of the driver's: `buffer_offset` is 0, and the fields of torch's own exports (4 to 7) are unset.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -299,6 +300,7 @@ class CudaIpcRange(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     BYTE_COUNT_FIELD_NUMBER: _builtins.int
     TORCH_VERSION_FIELD_NUMBER: _builtins.int
+    EXPORT_ID_FIELD_NUMBER: _builtins.int
     memory_handle: _builtins.bytes
     """The exported allocation: CUDA's memory handle."""
     buffer_bytes: _builtins.int
@@ -318,7 +320,11 @@ class CudaIpcRange(_message.Message):
     byte_count: _builtins.int
     """Bytes in the range. 0 is legal: an empty chunk."""
     torch_version: _builtins.str
-    """torch of the exporter: the format of these fields is its own, so another one's is refused."""
+    """torch of the exporter: another one's is refused, since what it exports in fields 4 to 7 has a format of its own."""
+    export_id: _builtins.str
+    """Names this allocation of this exporter's life; set by ranks of ours. What a worker let go of is never opened again,
+    though a later allocation may have the same memory handle.
+    """
     def __init__(
         self,
         *,
@@ -332,10 +338,11 @@ class CudaIpcRange(_message.Message):
         offset: _builtins.int | None = ...,
         byte_count: _builtins.int | None = ...,
         torch_version: _builtins.str = ...,
+        export_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_offset", b"_offset", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "offset", b"offset"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_offset", b"_offset", "buffer_bytes", b"buffer_bytes", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "memory_handle", b"memory_handle", "offset", b"offset", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset", "torch_version", b"torch_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset", "_byte_count", b"_byte_count", "_offset", b"_offset", "buffer_bytes", b"buffer_bytes", "buffer_offset", b"buffer_offset", "byte_count", b"byte_count", "event_handle", b"event_handle", "event_sync_required", b"event_sync_required", "export_id", b"export_id", "memory_handle", b"memory_handle", "offset", b"offset", "ref_counter_handle", b"ref_counter_handle", "ref_counter_offset", b"ref_counter_offset", "torch_version", b"torch_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__buffer_offset: _TypeAlias = _typing.Literal["buffer_offset"]  # noqa: Y015
     _WhichOneofArgType__buffer_offset: _TypeAlias = _typing.Literal["_buffer_offset", b"_buffer_offset"]  # noqa: Y015
@@ -351,6 +358,34 @@ class CudaIpcRange(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__offset) -> _WhichOneofReturnType__offset | None: ...
 
 Global___CudaIpcRange: _TypeAlias = CudaIpcRange  # noqa: Y015
+
+@_typing.final
+class DeviceExport(_message.Message):
+    """Device memory that a rank exports to the worker on its device, for all updates until another takes its place."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROBE_FIELD_NUMBER: _builtins.int
+    PROBE_CHECKSUM_FIELD_NUMBER: _builtins.int
+    probe_checksum: _builtins.bytes
+    """XXH3_64 of the probe's bytes."""
+    @_builtins.property
+    def probe(self) -> Global___BufferHandle:
+        """The device, the allocation, and where in it the probe lies: 1 MiB that is written once."""
+
+    def __init__(
+        self,
+        *,
+        probe: Global___BufferHandle | None = ...,
+        probe_checksum: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["probe", b"probe", "probe_checksum", b"probe_checksum"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceExport: _TypeAlias = DeviceExport  # noqa: Y015
 
 @_typing.final
 class SharedMemoryRange(_message.Message):

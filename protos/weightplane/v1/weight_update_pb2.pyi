@@ -216,6 +216,7 @@ class UpdateOpen(_message.Message):
     LINK_FIELD_NUMBER: _builtins.int
     PAUSE_FIELD_NUMBER: _builtins.int
     APPLY_FIELD_NUMBER: _builtins.int
+    EXPORTS_FIELD_NUMBER: _builtins.int
     run_id: _builtins.str
     """The run that the engine must belong to."""
     model: _builtins.str
@@ -238,7 +239,7 @@ class UpdateOpen(_message.Message):
     """
     apply: Global___Apply.ValueType
     """When the bytes are installed. APPLY_STREAMING wants the engine's capability `streaming`, a whole update, and
-    TRANSPORT_SHARED_MEMORY or TRANSPORT_INLINE; else UNSUPPORTED_BY_ENGINE.
+    TRANSPORT_SHARED_MEMORY, TRANSPORT_INLINE or TRANSPORT_CUDA_IPC; else UNSUPPORTED_BY_ENGINE.
     """
     @_builtins.property
     def engine(self) -> _version_pb2.EngineRef:
@@ -268,6 +269,12 @@ class UpdateOpen(_message.Message):
     def pause(self) -> _pause_pb2.PausePolicy:
         """What becomes of the requests in the engine at the install. Absent: the engine's own setting."""
 
+    @_builtins.property
+    def exports(self) -> _containers.RepeatedCompositeFieldContainer[_layout_pb2.DeviceExport]:
+        """With TRANSPORT_CUDA_IPC, which wants APPLY_STREAMING: one for each device of the engine. `accepted` means that every
+        worker has opened the one of its device, and read the probe as it was written; else IPC_NOT_POSSIBLE.
+        """
+
     def __init__(
         self,
         *,
@@ -286,10 +293,11 @@ class UpdateOpen(_message.Message):
         link: Global___Link | None = ...,
         pause: _pause_pb2.PausePolicy | None = ...,
         apply: Global___Apply.ValueType = ...,
+        exports: _abc.Iterable[_layout_pb2.DeviceExport] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "pause", b"pause", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "checkpoint", b"checkpoint", "engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "checkpoint", b"checkpoint", "engine", b"engine", "exports", b"exports", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,16 +6,18 @@ from collections.abc import Callable, Mapping
 
 from controlplane.core.errors import SlotMismatch
 from trainer_agent.rank.senders.broadcast import BroadcastSender
+from trainer_agent.rank.senders.cuda_ipc import CudaIpcSender
 from trainer_agent.rank.senders.inline import InlineSender
 from trainer_agent.rank.senders.port import Means, Sender
 from trainer_agent.rank.senders.shared_memory import SharedMemorySender
-from trainer_agent.transports import BROADCAST, INLINE, SHARED_MEMORY
+from trainer_agent.transports import BROADCAST, CUDA_IPC, INLINE, SHARED_MEMORY
 from weightplane.v1 import weight_update_pb2
 
 SENDERS: Mapping[weight_update_pb2.Transport.ValueType, Callable[[Means], Sender]] = {
     SHARED_MEMORY: SharedMemorySender,
     INLINE: InlineSender,
     BROADCAST: BroadcastSender,
+    CUDA_IPC: CudaIpcSender,
 }
 
 

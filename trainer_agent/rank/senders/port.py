@@ -12,6 +12,7 @@ from typing import Protocol
 from controlplane.core.errors import WeightplaneError
 from controlplane.devices import host_id
 from trainer_agent.parts import Part
+from trainer_agent.rank.cuda_ipc import DeviceRings
 from trainer_agent.rank.exporter import ExportedChunk
 from trainer_agent.rank.gather import GatherGroups
 from trainer_agent.rank.inbox import Inbox
@@ -99,3 +100,6 @@ class Means:
     groups: GatherGroups
     links: Links
     inbox: Inbox
+    rings: DeviceRings
+    room_bytes: int
+    """Of the largest chunk."""

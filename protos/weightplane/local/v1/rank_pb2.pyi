@@ -45,6 +45,7 @@ class RankRequest(_message.Message):
     DELTA_CHOSEN_FIELD_NUMBER: _builtins.int
     DEVICES_FIELD_NUMBER: _builtins.int
     PUSH_TIMES_FIELD_NUMBER: _builtins.int
+    EXPORTS_MADE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def join(self) -> Global___Join:
         """First."""
@@ -93,6 +94,10 @@ class RankRequest(_message.Message):
     def push_times(self) -> Global___PushTimes:
         """Where the time of a push went; only after a plan with `traced`."""
 
+    @_builtins.property
+    def exports_made(self) -> Global___ExportsMade:
+        """Device memory that engines are to open; leaders only."""
+
     def __init__(
         self,
         *,
@@ -108,12 +113,13 @@ class RankRequest(_message.Message):
         delta_chosen: Global___DeltaChosen | None = ...,
         devices: Global___DevicesAsked | None = ...,
         push_times: Global___PushTimes | None = ...,
+        exports_made: Global___ExportsMade | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "push_times", b"push_times", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "exports_made", b"exports_made", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "push_times", b"push_times", "send_chunk", b"send_chunk"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "push_times", b"push_times", "send_chunk", b"send_chunk"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delta_chosen", b"delta_chosen", "devices", b"devices", "exports_made", b"exports_made", "join", b"join", "layout_part", b"layout_part", "leave", b"leave", "link_made", b"link_made", "message", b"message", "progress", b"progress", "push_begin", b"push_begin", "push_end", b"push_end", "push_failed", b"push_failed", "push_times", b"push_times", "send_chunk", b"send_chunk"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen", "devices", "push_times"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["join", "layout_part", "progress", "push_begin", "send_chunk", "push_end", "push_failed", "leave", "link_made", "delta_chosen", "devices", "push_times", "exports_made"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -134,6 +140,7 @@ class Join(_message.Message):
     RESTART_COUNT_FIELD_NUMBER: _builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     TIMEOUT_SECONDS_FIELD_NUMBER: _builtins.int
+    DEVICE_MEMORY_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Global rank."""
     world_size: _builtins.int
@@ -152,6 +159,8 @@ class Join(_message.Message):
     """sha256 of the layout that its source states; equal on all ranks."""
     timeout_seconds: _builtins.float
     """How long the rank waits for `joined`; the shortest of all ranks counts."""
+    device_memory: _builtins.bool
+    """The rank can export memory of its device."""
     def __init__(
         self,
         *,
@@ -164,10 +173,11 @@ class Join(_message.Message):
         restart_count: _builtins.int = ...,
         layout_digest: _builtins.bytes = ...,
         timeout_seconds: _builtins.float = ...,
+        device_memory: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "rank", b"rank"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "device_uuid", b"device_uuid", "host_id", b"host_id", "layout_digest", b"layout_digest", "model", b"model", "pid", b"pid", "rank", b"rank", "restart_count", b"restart_count", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_rank", b"_rank", "device_memory", b"device_memory", "device_uuid", b"device_uuid", "host_id", b"host_id", "layout_digest", b"layout_digest", "model", b"model", "pid", b"pid", "rank", b"rank", "restart_count", b"restart_count", "timeout_seconds", b"timeout_seconds", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__rank: _TypeAlias = _typing.Literal["rank"]  # noqa: Y015
     _WhichOneofArgType__rank: _TypeAlias = _typing.Literal["_rank", b"_rank"]  # noqa: Y015
@@ -420,6 +430,36 @@ class LinkMade(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LinkMade: _TypeAlias = LinkMade  # noqa: Y015
+
+@_typing.final
+class ExportsMade(_message.Message):
+    """The ranks of a slot have device memory for the chunks of this push: engines can be told to open it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ENGINE_IDS_FIELD_NUMBER: _builtins.int
+    EXPORTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def engine_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Engines that it is for."""
+
+    @_builtins.property
+    def exports(self) -> _containers.RepeatedCompositeFieldContainer[_layout_pb2.DeviceExport]:
+        """Of each rank of the slot."""
+
+    def __init__(
+        self,
+        *,
+        engine_ids: _abc.Iterable[_builtins.str] | None = ...,
+        exports: _abc.Iterable[_layout_pb2.DeviceExport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["engine_ids", b"engine_ids", "exports", b"exports"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExportsMade: _TypeAlias = ExportsMade  # noqa: Y015
 
 @_typing.final
 class DeltaChosen(_message.Message):
