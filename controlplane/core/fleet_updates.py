@@ -107,8 +107,7 @@ def finish(book: Book, update: UpdateTransaction, phase: Phase, cause: str, now:
         update.content_digest,
         tuple(update.outcomes.values()),
     )
-    # The trainer before the fleet's engines, of which there may be a thousand: it waits for this.
-    return [Save(decided), UpdateChanged(update.update_id), BroadcastState(), ViewChanged()]
+    return [Save(decided), BroadcastState(), UpdateChanged(update.update_id), ViewChanged()]
 
 
 def _count_commit(model: ModelRecord, update: UpdateTransaction) -> None:

@@ -40,6 +40,7 @@ from tests.support.twin_devices import TwinMemory, own_exports
 from tests.support.twin_worker import TwinEngine
 from trainer_agent.agent import pusher
 from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.chunking import FIRST_BYTES
 from trainer_agent.rank import PushReport, cuda_ipc
 from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
@@ -47,6 +48,8 @@ from weightplane.local.v1 import rank_pb2
 pytestmark = pytest.mark.timeout(240)
 LARGE_CHUNK_BYTES = 16 << 20
 """More than sockets hold: what nobody receives has not arrived."""
+HELD_CHUNK = 3
+"""The first that has so many."""
 OVERLAP_SECONDS = 7.0
 """A reader that the next chunk's gather did not let go by then goes on, and the test fails. Less than what an engine
 waits for bytes: an attempt that ended by that would end the gather, too."""
@@ -205,8 +208,9 @@ def strided(step: int) -> dict[str, torch.Tensor]:
 
 
 def one_a_chunk(step: int) -> dict[str, torch.Tensor]:
-    """Each fills a chunk of `LARGE_CHUNK_BYTES`."""
-    return {f"t{i}": torch.full((LARGE_CHUNK_BYTES // 4,), float(step + i)) for i in range(3)}
+    """Each fills a chunk: they begin small and double, and from `HELD_CHUNK` on have `LARGE_CHUNK_BYTES`."""
+    sizes = [FIRST_BYTES, FIRST_BYTES, 2 * FIRST_BYTES, *[LARGE_CHUNK_BYTES] * 3]
+    return {f"t{i}": torch.full((size // 4,), float(step + i)) for i, size in enumerate(sizes)}
 
 
 def nothing_staged(own_segments: int) -> bool:
@@ -332,12 +336,12 @@ async def test_inv12_a_slow_reader_gets_every_byte_as_it_was_exported(
 async def test_the_next_chunk_is_gathered_while_the_one_before_is_on_its_way(
     tmp_path: Path, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody reads chunk 0 before the rank asked its source for what is in chunk 1. A sender that waits for a chunk's
-    arrival before it gathers on would stand still."""
+    """Nobody reads a large chunk before the rank asked its source for what is in the next. A sender that waits for a
+    chunk's arrival before it gathers on would stand still."""
     gathered = threading.Event()
     stood_still = readers_wait_for(gathered, monkeypatch)
     async with both_sides(tmp_path, way, engines=1, tensors=one_a_chunk, chunk_bytes=LARGE_CHUNK_BYTES) as both:
-        both.rank.source.before = lambda name: gathered.set() if name == "t1" else None
+        both.rank.source.before = lambda name: gathered.set() if name == f"t{HELD_CHUNK + 1}" else None
         report = await both.push(1)
         assert (report.version.number, stood_still) == (1, []), "no attempt failed, and no reader waited in vain"
         assert await both.holds("e0", one_a_chunk(1))
@@ -406,13 +410,13 @@ def slow_readers(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
 
 
 def readers_wait_for(gathered: threading.Event, patch: pytest.MonkeyPatch) -> list[int]:
-    """Whoever reads the sender's memory waits for `gathered`. Gives the chunks whose readers waited in vain."""
+    """Whoever reads a large chunk of the sender waits for `gathered`. Gives the chunks whose readers waited in vain."""
     chunk = ChunkLog.chunk
     in_vain: list[int] = []
 
     async def late(self: ChunkLog, index: int) -> rank_pb2.SendChunk | None:
         found = await chunk(self, index)
-        if not await asyncio.to_thread(gathered.wait, OVERLAP_SECONDS):
+        if index >= HELD_CHUNK and not await asyncio.to_thread(gathered.wait, OVERLAP_SECONDS):
             in_vain.append(index)
         return found
 
