@@ -30,7 +30,15 @@ from controlplane.core.errors import (
 from controlplane.core.layout import Layout
 from controlplane.core.sampling import SamplingSettings
 from controlplane.device_memory.ranges import ExportedProbe
-from engine_agent.engine import EngineFacts, GenerationDelta, InstallReport, LiveRequests, StagedPart, StagedWeights
+from engine_agent.engine import (
+    PROCESSED_LOGPROBS,
+    EngineFacts,
+    GenerationDelta,
+    InstallReport,
+    LiveRequests,
+    StagedPart,
+    StagedWeights,
+)
 from engine_agent.external.attaching import ServerFacts, Unfit, devices_of, read_facts, take, wait_for_server
 from engine_agent.external.ipc import IpcInstaller, TensorHandle
 from engine_agent.external.server import Server, ServerRefused
@@ -94,6 +102,7 @@ class ExternalEngine:
     def _facts_of(self, found: ServerFacts, model: ModelFacts, uuids: tuple[str, ...]) -> EngineFacts:
         more = {"prefix_cache": found.prefix_cache}
         able = {"staged", "rollback", STREAMING} if self._settings.transfer == "weightplane" else set()
+        able.add(PROCESSED_LOGPROBS)  # another server is not attached to
         return EngineFacts(
             world_size=found.world_size,
             device_uuids=uuids,

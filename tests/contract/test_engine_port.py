@@ -230,7 +230,7 @@ async def test_an_engine_without_device_memory_says_so_and_goes_on_as_it_was(rig
     await rig.put(1, "71")
     before = tokens(await collect(rig.engine, "r71", 8))
     uuid = rig.facts.device_uuids[0]
-    probe = ExportedProbe(ExportedRange(uuid, "x", b"h" * 64, 1024, 0, 512, torch.__version__), b"c" * 8)
+    probe = ExportedProbe(ExportedRange(uuid, "x", b"h" * 64, 1024, 0, 512, str(torch.__version__)), b"c" * 8)
     with pytest.raises(IpcNotPossible):
         await rig.engine.open_exports([probe])
     await rig.engine.open_exports(())

@@ -237,7 +237,7 @@ class Engine(MemoryEngine):
 
 
 def probe_of(export_id: str) -> ExportedProbe:
-    return ExportedProbe(ExportedRange(UUID, export_id, b"h" * 64, ROOM, 0, ROOM, torch.__version__), b"c" * 8)
+    return ExportedProbe(ExportedRange(UUID, export_id, b"h" * 64, ROOM, 0, ROOM, str(torch.__version__)), b"c" * 8)
 
 
 async def test_what_was_closed_is_never_opened_again() -> None:

@@ -78,7 +78,7 @@ class DeviceRing:
             buffer_bytes=self._size,
             offset=offset,
             byte_count=byte_count,
-            torch_version=torch.__version__,
+            torch_version=str(torch.__version__),
         )
 
 

@@ -27,7 +27,7 @@ async def test_inv1_a_label_that_is_found_there_is_written_over_and_the_server_s
     assert facts.initial_digest is None
     assert set(facts.expected.shapes) == set(STATE)
     assert (facts.max_requests, facts.vocab_size, facts.max_model_len) == (7, 256, 64)
-    assert facts.capabilities == {"staged", "rollback", "streaming", "prefix_cache"}
+    assert facts.capabilities == {"staged", "rollback", "streaming", "prefix_cache", "processed_logprobs"}
 
 
 @pytest.mark.parametrize(
