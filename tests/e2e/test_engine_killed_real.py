@@ -19,6 +19,7 @@ import pytest
 from controlplane.core.sampling import SamplingSettings
 from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
+from tests.support.eventually import eventually
 from tests.support.told_rank import Order
 from tests.support.two_real_engines import ENGINES, TOLERANCE, RealFleet, Recomputed, two_real_engines
 
@@ -45,7 +46,8 @@ class Run:
 async def run(
     real: RealFleet, rollouts: RolloutClient, what: str, seed: int, strike: Callable[[], None] | None = None
 ) -> Run:
-    """32 samples; the blow, and then a push, once they have some tokens."""
+    """32 samples over both engines; the blow, and then a push, once they have some tokens."""
+    await eventually(lambda: knows_of(rollouts) == set(ENGINES))  # the first engine of a version is told before others
     began = time.monotonic()
     prompts = [[5 + i, 6, 7] for i in range(SAMPLES)]
     tasks = [asyncio.create_task(sample(rollouts, prompt, LENGTH)) for prompt in prompts]
@@ -60,6 +62,10 @@ async def run(
     await real.push(Order(seed))
     made = await asyncio.gather(*tasks)
     return Run(what, list(zip(prompts, made, strict=True)), max(ends) - began, moved)
+
+
+def knows_of(rollouts: RolloutClient) -> set[str]:
+    return {route.engine_id for route in rollouts.routes.routes} if rollouts.routes is not None else set()
 
 
 async def sample(rollouts: RolloutClient, prompt: list[int], length: int) -> Sample:
