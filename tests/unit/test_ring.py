@@ -14,7 +14,7 @@ from trainer_agent.agent.announced import Announced
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.agent.ways import ByDevice
 from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
-from trainer_agent.parts import Part, keeps_whole, parts_of
+from trainer_agent.parts import keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter, copy_elements
 from trainer_agent.rank.feed import chunks_of
 from trainer_agent.rank.memory import COPIED_BYTES, RingMemory, ring_bytes
@@ -71,11 +71,29 @@ def test_a_reader_as_late_as_the_ring_allows_gets_every_byte(sizes: list[int], l
 def test_chunks_that_travel_begin_small_and_those_that_are_copied_out_of_a_ring_stay_small(
     transports: list[weight_update_pb2.Transport.ValueType], whole: bool, first: int, largest: int
 ) -> None:
-    parts = [Part(ranks=(0,), transport=t, engines=((f"e{i}", "life"),)) for i, t in enumerate(transports)]
     layout = Layout((TensorSpec("a", DType.U8, (300 << 20,)), TensorSpec("b", DType.U8, (7,))))
-    sizes = [c.end - c.start for c in chunks_of(layout, 64 << 20, parts, whole=whole).chunks]
+    plan = plan_of([(0, t) for t in transports], 64 << 20)
+    plan.keep_whole = whole
+    sizes = [c.end - c.start for c in chunks_of(layout, plan, 0).chunks]
     assert (sizes[0], max(sizes)) == (first, largest)
-    assert chunks_of(layout, 1 << 20, parts, whole=whole).chunks[0].end == 1 << 20
+    plan.chunk_bytes = 1 << 20
+    assert chunks_of(layout, plan, 0).chunks[0].end == 1 << 20
+
+
+def test_where_one_ring_counts_the_chunks_of_all_ranks_they_cut_alike() -> None:
+    layout = Layout((TensorSpec("a", DType.U8, (300 << 20,)),))
+    plan = plan_of([(0, CUDA_IPC), (1, INLINE)], 64 << 20)
+    assert chunks_of(layout, plan, 0) == chunks_of(layout, plan, 1)
+
+
+def plan_of(feeds: list[tuple[int, weight_update_pb2.Transport.ValueType]], chunk_bytes: int) -> rank_pb2.PushPlan:
+    """`feeds`: by engine, the rank that feeds it, and how."""
+    engines = [version_pb2.EngineRef(engine_id=f"e{i}", incarnation="life") for i in range(len(feeds))]
+    asked = [
+        fleet_pb2.Assignment(engine=engine, ranks=[rank], leader=rank, transport=way, device_uuids=["d"])
+        for engine, (rank, way) in zip(engines, feeds, strict=True)
+    ]
+    return rank_pb2.PushPlan(chunk_bytes=chunk_bytes, assignments=asked)
 
 
 @given(

@@ -8,7 +8,7 @@ ranks do not know.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,7 +39,7 @@ from trainer_agent.rank.senders.delta import DeltaSender, Difference, difference
 from trainer_agent.rank.senders.port import Announcer, Content, Means, Sender
 from trainer_agent.rank.times import Times
 from trainer_agent.segments import Segment, SegmentPool
-from trainer_agent.transports import INLINE
+from trainer_agent.transports import INLINE, traits_of
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import weight_update_pb2
 
@@ -126,7 +126,7 @@ class Feed:
 
     def _export(self, plan: rank_pb2.PushPlan, layout: Layout, parts: list[Part], tensors: Tensors) -> None:
         whole, self.unread = keeps_whole(plan, self._rank), None
-        layed_out = chunks_of(layout, plan.chunk_bytes, parts, whole=whole)
+        layed_out = chunks_of(layout, plan, self._rank)
         segment = self._held.segments.acquire(layed_out.byte_count if whole else ring_bytes(layed_out))
         difference = difference_of(self._held.segments, parts, segment, layout, layed_out, plan.chunk_bytes)
         self._room = room_bytes(layed_out)
@@ -198,13 +198,15 @@ class Feed:
             failpoints.hit("rank.after_push_end")
 
 
-def chunks_of(layout: Layout, chunk_bytes: int, parts: Sequence[Part], *, whole: bool) -> SegmentPlan:
-    """How a rank cuts a version. Chunks that travel while the next are exported begin small, so that they begin early;
-    a version that is kept whole has as few of them as the plan asks for."""
-    if whole:
-        return plan_segment(layout, chunk_bytes)
-    copied = all(part.transport == INLINE for part in parts)
-    return plan_segment(layout, min(chunk_bytes, COPIED_BYTES) if copied else chunk_bytes, FIRST_BYTES)
+def chunks_of(layout: Layout, plan: rank_pb2.PushPlan, rank: int) -> SegmentPlan:
+    """How a rank cuts a version. Chunks that travel while the next are exported begin small, so that they begin early.
+    A version that is kept whole has as few as the plan asks for; and where device memory is read every rank cuts so,
+    since one ring counts the chunks of all."""
+    if keeps_whole(plan, rank) or any(traits_of(a.transport).by_device for a in plan.assignments):
+        return plan_segment(layout, plan.chunk_bytes)
+    copied = all(part.transport == INLINE for part in parts_of(plan, rank))
+    most = min(plan.chunk_bytes, COPIED_BYTES) if copied else plan.chunk_bytes
+    return plan_segment(layout, most, FIRST_BYTES)
 
 
 def drain(tensors: Tensors) -> None:
