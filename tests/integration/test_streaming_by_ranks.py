@@ -1,0 +1,121 @@
+"""Streaming installs fed by several ranks that read their weights together: who waits for whom, and that it ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_agent.daemon import building
+from engine_agent.daemon.agent import run_engine
+from engine_agent.daemon.settings import EngineSettings
+from engine_agent.memory.engine import MemorySettings
+from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.thread_rank import tokens_of
+from tests.support.thread_ranks import ThreadRanks, own_devices
+from tests.support.toy_rank import tensors_of
+from tests.support.toy_trainer import SMALL_CHUNK_BYTES, fleet_for_toys, toy_trainer
+from tests.support.twin_devices import TwinMemory, own_exports
+from tests.support.twin_worker import TwinEngine
+from trainer_agent.rank import cuda_ipc
+
+pytestmark = pytest.mark.timeout(120)
+WITHIN = 8.0
+"""Seconds in which a push that does not stand still is over, many times; one that does fails."""
+Tensors = Callable[[int], Mapping[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class Fed:
+    """An engine, where it is, and by which ways it can be fed."""
+
+    devices: tuple[int, ...]
+    """Ranks' own where there is a rank of that number."""
+    transports: tuple[str, ...] = ("inline",)
+    apply: str = "streaming"
+
+    def settings(self, fleet: LocalFleet, name: str, tensors: Mapping[str, torch.Tensor]) -> EngineSettings:
+        return EngineSettings(
+            engine_id=name,
+            coordinator=fleet.address,
+            run_id=RUN,
+            state_dir=fleet.directory / "engines",
+            backend="memory",
+            memory=MemorySettings(tensors={n: tuple(t.shape) for n, t in tensors.items()}),
+            stream_idle_seconds=2 * WITHIN,
+            transports=self.transports,
+            apply=self.apply,  # type: ignore[arg-type]
+            cpu_devices=self.devices,
+        )
+
+
+@pytest.fixture(autouse=True)
+def devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(building, "MemoryEngine", TwinEngine)
+    monkeypatch.setattr(cuda_ipc, "devices", TwinMemory())
+    own_devices(monkeypatch)
+    yield
+    assert own_exports() == []
+
+
+@asynccontextmanager
+async def fleet_and_ranks(
+    directory: Path,
+    engines: Mapping[str, Fed],
+    world: int,
+    tensors: Tensors = tensors_of,
+    chunk_bytes: int = SMALL_CHUNK_BYTES,
+    **coordinator: object,
+) -> AsyncIterator[tuple[LocalFleet, ThreadRanks]]:
+    async with fleet_for_toys(directory, engines=0, **coordinator) as fleet:
+        for name, fed in engines.items():
+            fleet._start(name, run_engine, fed.settings(fleet, name, tensors(0)))
+        await fleet.wait_for_engines(len(engines))
+        async with toy_trainer(fleet.address, link_host="127.0.0.1", chunk_bytes=chunk_bytes) as trainer:
+            ranks = ThreadRanks(world, tensors, WITHIN)
+            try:
+                await ranks.join(trainer.directory / "ranks.sock")
+                yield fleet, ranks
+            finally:
+                await ranks.close()
+
+
+async def holds(fleet: LocalFleet, names: Mapping[str, Fed], tensors: Mapping[str, torch.Tensor]) -> bool:
+    expected = tokens_of(tensors, 4)
+    said = await asyncio.gather(*(fleet.generate(name, 4) for name in names))
+    return [tokens for tokens, _, _ in said] == [expected] * len(names)
+
+
+async def every_engine_comes_to(step: int, fleet: LocalFleet, ranks: ThreadRanks, engines: Mapping[str, Fed]) -> None:
+    await fleet.settled()
+    report = await ranks.push(step)
+    assert report.outcomes == dict.fromkeys(sorted(engines), "APPLIED")
+
+
+@pytest.mark.parametrize("staged", ["inline", "shared_memory", "broadcast"])
+async def test_a_rank_never_waits_for_go_while_go_waits_for_bytes_that_all_ranks_make(
+    tmp_path: Path, staged: str
+) -> None:
+    engines = {"e0": Fed((8,)), "e1": Fed((9,), ("inline", staged), apply="staged")}
+    async with fleet_and_ranks(tmp_path, engines, 2, transport=staged) as (fleet, ranks):
+        for step in (1, 2):
+            await every_engine_comes_to(step, fleet, ranks, engines)
+            assert await holds(fleet, engines, tensors_of(step))
+
+
+def sixteen(step: int) -> dict[str, torch.Tensor]:
+    """Tensors of 3 MiB."""
+    return {f"t{i:02}": torch.full((768, 1024), float(step + i)) for i in range(16)}
+
+
+async def test_ranks_that_cut_alike_or_not_never_wait_for_each_others_chunks(tmp_path: Path) -> None:
+    engines = {"e0": Fed((0,), ("cuda_ipc", "inline")), "e1": Fed((9,))}
+    async with fleet_and_ranks(tmp_path, engines, 2, sixteen, 16 << 20) as (fleet, ranks):
+        for step in (1, 2):
+            await every_engine_comes_to(step, fleet, ranks, engines)
+            assert await holds(fleet, engines, sixteen(step))
