@@ -61,7 +61,10 @@ class ThreadRanks:
         self._within = within
         self.ranks = [RankThread(n, Source(tensors)) for n in range(world)]
         for rank in self.ranks:
-            rank.source.before = lambda name: self._meeting.wait() and None
+            rank.source.before = lambda name: self._meet()
+
+    def _meet(self) -> None:
+        self._meeting.wait()
 
     async def join(self, socket: Path) -> None:
         await asyncio.gather(*(r.join(socket, len(self.ranks), self._within) for r in self.ranks))

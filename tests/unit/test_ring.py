@@ -156,6 +156,16 @@ def test_ranks_that_do_not_lead_export_only_where_they_hand_memory_out() -> None
     assert sorted(p.transport for p in parts_of(plan, 0)) == sorted([INLINE, SHARED_MEMORY, BROADCAST])
 
 
+def test_engines_of_one_link_are_one_part_whose_slots_they_may_be() -> None:
+    """A link has one order of members, and each chunk goes over it once."""
+    plan = push_plan(("e0", [0, 1], BROADCAST), ("e1", [0], BROADCAST), ("e2", [0, 1, 2], BROADCAST))
+    for a in plan.assignments:
+        a.link = "0/shared"
+    (part,) = parts_of(plan, 0)
+    assert (part.engine_ids, part.ranks) == (("e0", "e1", "e2"), (0,))
+    assert parts_of(plan, 1) == []
+
+
 # ---- the agent's side ----
 
 
