@@ -252,9 +252,9 @@ def _worth_saying(transport: Transport, engine: EnginePlace, ways: Ways) -> bool
 def _with_applies(assignments: Sequence[Assignment]) -> Iterator[Assignment]:
     """Nobody asks why an engine is not streamed to that does not ask for it.
 
-    A leader that sends in pieces, and keeps nothing whole for somebody else, keeps two chunks, and goes on when all whom
-    it feeds so have had them. Streaming engines take the first one after go, and go waits until staged ones have the
-    last, which all ranks make together: beside a staged engine, whoever feeds it, such a leader streams to nobody.
+    A leader that sends in pieces, and keeps nothing whole for somebody else, keeps two chunks, and goes on when all
+    whom it feeds so have had them. Streaming engines take the first one after go, and go waits until staged ones have
+    the last, which all ranks make together: beside a staged engine, whoever feeds it, such a leader streams to nobody.
     """
     staged = next((a.engine.engine_id for a in assignments if not _can_stream(a)), None)
     keep_whole = {r for a in assignments if a.transport is Transport.SHARED_MEMORY for r in a.ranks}

@@ -1,11 +1,11 @@
 """Streaming installs fed by several ranks that read their weights together: who waits for whom, and that it ends.
 
 A rank waits in three places: before it writes chunk k of a ring, for the engines that read its own memory to have read
-chunk k - 2; at each chunk of a slot, for the slot's other ranks, in the plan's one order; at each tensor, for all ranks.
-An engine's stream waits for chunks of its own leader, for its own install, and for go, which is before the first byte of
-a streaming engine and after the last one of a staged one. Of the ranks the one that is furthest behind waits for no rank,
-and the engines that it waits for have every chunk that it waits for: it was announced before the next one was begun. So
-somebody always moves, but for two circles, each of which stood here once:
+chunk k - 2; at each chunk of a slot, for the slot's other ranks, in the plan's one order; at each tensor, for all.
+An engine's stream waits for chunks of its own leader, for its own install, and for go, which is before the first byte
+of a streaming engine and after the last one of a staged one. Of the ranks the one that is furthest behind waits for no
+rank, and the engines that it waits for have every chunk that it waits for: that was announced before the next one was
+begun. So somebody always moves, but for two circles, each of which stood here once:
 
 - ring, go, a staged engine's last byte, the other rank that makes it, the weights that both make, ring: a plan with a
   staged engine has no leader of a ring that streams (`planner._with_applies`);
@@ -147,9 +147,8 @@ async def test_ranks_that_cut_alike_or_not_never_wait_for_each_others_chunks(tmp
     await asyncio.to_thread(make_ready)
     engines = {"e0": Fed((0,), ("cuda_ipc", "inline")), "e1": Fed((9,))}
     async with fleet_and_ranks(tmp_path, engines, 2, sixteen, 16 << 20) as (fleet, ranks):
-        for step in (1, 2):
-            await every_engine_comes_to(step, fleet, ranks, engines)
-            assert await holds(fleet, engines, sixteen(step))
+        await every_engine_comes_to(1, fleet, ranks, engines)
+        assert await holds(fleet, engines, sixteen(1))
 
 
 @pytest.mark.parametrize("transport", ["inline", "shared_memory", "cuda_ipc", "broadcast"])
