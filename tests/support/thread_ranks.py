@@ -75,9 +75,9 @@ class ThreadRanks:
         for report in reports:
             if isinstance(report, BaseException):
                 raise report
-
-        assert isinstance(reports[0], PushReport)
-        return reports[0]
+        first = reports[0]
+        assert isinstance(first, PushReport)
+        return first
 
     async def close(self) -> None:
         self._meeting.abort()
