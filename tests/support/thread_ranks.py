@@ -39,9 +39,10 @@ class RankThread:
         self._rank = await self._do(lambda: join(socket, self.source, push_timeout, self._number, world))
 
     async def push(self, step: int) -> PushReport:
-        assert self._rank is not None, "it joined"
+        rank = self._rank
+        assert rank is not None, "it joined"
         self.source.step = step
-        report: PushReport = await self._do(lambda: self._rank.push(step))  # type: ignore[union-attr]
+        report: PushReport = await self._do(lambda: rank.push(step))
         return report
 
     async def close(self) -> None:
