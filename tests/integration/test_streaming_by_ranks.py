@@ -174,7 +174,12 @@ async def test_inv4_ranks_that_stop_after_go_leave_no_engine_standing_still(tmp_
     is, long before it would have given up waiting."""
     stopped = threading.Event()
     async with fleet_and_ranks(tmp_path, {"e0": Fed((8,))}, 1, within=2.0) as (fleet, ranks):
-        ranks.ranks[0].source.before = lambda name: None if name != "head" else stopped.wait(WITHIN) and None
+
+        def stop(name: str) -> None:
+            if name == "head":
+                stopped.wait(WITHIN)
+
+        ranks.ranks[0].source.before = stop
         pushing = asyncio.create_task(ranks.push(1))
 
         async def poisoned() -> bool:
