@@ -18,7 +18,7 @@ class Part:
     """What a rank does for engines that it feeds alike."""
 
     ranks: tuple[int, ...]
-    """The slot's, ascending: the first leads, and alone speaks to the agent."""
+    """Who sends, ascending: the slot's ranks, or its leader alone. The first leads, and alone speaks to the agent."""
     transport: weight_update_pb2.Transport.ValueType
     engines: tuple[tuple[str, str], ...]
     """Id and incarnation of each, in the plan's order."""
@@ -47,11 +47,16 @@ def parts_of(plan: rank_pb2.PushPlan, rank: int) -> list[Part]:
     """What `rank` has to export for: all parts that it leads, and those by reference of the slots it belongs to."""
     found: dict[tuple[object, ...], list[fleet_pb2.Assignment]] = {}
     for a in plan.assignments:
-        ranks = tuple(a.ranks)
-        if rank in ranks and (traits_of(a.transport).by_slot or ranks[0] == rank):
+        ranks = _senders(a)
+        if rank in ranks:
             base = a.base.content_digest if a.HasField("base") else b""
             found.setdefault((ranks, int(a.transport), a.link, base), []).append(a)
     return [_part(found[key], rank) for key in sorted(found, key=repr)]
+
+
+def _senders(a: fleet_pb2.Assignment) -> tuple[int, ...]:
+    """The slot's ranks where each gives handles, else its leader alone: whose slot a link's engines are is all one."""
+    return tuple(a.ranks if traits_of(a.transport).by_slot else a.ranks[:1])
 
 
 def keeps_whole(plan: rank_pb2.PushPlan, rank: int) -> bool:
@@ -61,7 +66,7 @@ def keeps_whole(plan: rank_pb2.PushPlan, rank: int) -> bool:
 
 def _part(assignments: list[fleet_pb2.Assignment], rank: int) -> Part:
     first = assignments[0]
-    ranks = tuple(first.ranks)
+    ranks = _senders(first)
     return Part(
         ranks=ranks,
         transport=first.transport,

@@ -62,6 +62,12 @@ def engine_conditions(state: EngineState, served: frozenset[WeightVersion]) -> l
     ]
 
 
+def rests_on(state: EngineState, served: frozenset[WeightVersion]) -> tuple[object, ...]:
+    """All that `engine_conditions` looks at: while this is equal, so are they. Chunks and tokens do not move it."""
+    update = None if state.progress is None else (state.progress.version, state.progress.stage)
+    return state.life, state.weights, state.residency, state.holds, update, served
+
+
 def fleet_conditions(
     state: EngineState, served: frozenset[WeightVersion], *, known: bool, routable: bool
 ) -> list[Condition]:

@@ -44,6 +44,8 @@ class EngineAccount:
         self.refused: Refusal | None = None
         """The latest version that this incarnation would not take, or could not."""
         self.conditions: tuple[Condition, ...] = ()
+        self._conditions_rest_on: tuple[object, ...] = ()
+        """What they were made of."""
         self._layouts: dict[bytes, Layout] = {}
         self._update: Update | None = None
         self._power = engine_sleep.Power()

@@ -19,7 +19,7 @@ from typing import Any
 
 from controlplane.core import engine_admission, engine_sleep, engine_transitions
 from controlplane.core import errors as e
-from controlplane.core.conditions import dated, engine_conditions
+from controlplane.core.conditions import dated, engine_conditions, rests_on
 from controlplane.core.engine_admission import Admission
 from controlplane.core.engine_effects import (
     DropStaged,
@@ -90,8 +90,15 @@ class EngineCore(Admission, Streaming):
             raise
         engine_transitions.check(type(event), before, self.state)
         self._note_refusal(before, now)
-        self.conditions = dated(engine_conditions(self.state, self.served), self.conditions, now)
+        self._look(now)
         return effects
+
+    def _look(self, now: float) -> None:
+        """Conditions anew, if they may have changed: many thousand chunks of an update change none."""
+        rest = rests_on(self.state, self.served)
+        if rest != self._conditions_rest_on:
+            self._conditions_rest_on = rest
+            self.conditions = dated(engine_conditions(self.state, self.served), self.conditions, now)
 
     def _note_refusal(self, before: EngineState, now: float) -> None:
         """An update that ended badly, for people."""

@@ -252,17 +252,19 @@ def _worth_saying(transport: Transport, engine: EnginePlace, ways: Ways) -> bool
 def _with_applies(assignments: Sequence[Assignment]) -> Iterator[Assignment]:
     """Nobody asks why an engine is not streamed to that does not ask for it.
 
-    A leader that sends in pieces keeps two chunks, and goes on when all whom it feeds so have had them. Streaming
-    engines take the first one after go, and go waits until staged ones have the last: such a leader feeds one kind.
+    A leader that sends in pieces, and keeps nothing whole for somebody else, keeps two chunks, and goes on when all
+    whom it feeds so have had them. Streaming engines take the first one after go, and go waits until staged ones have
+    the last, which all ranks make together: beside a staged engine, whoever feeds it, such a leader streams to nobody.
     """
-    staged = {a.leader for a in assignments if a.transport in IN_PIECES and not _can_stream(a)}
+    staged = next((a.engine.engine_id for a in assignments if not _can_stream(a)), None)
+    keep_whole = {r for a in assignments if a.transport is Transport.SHARED_MEMORY for r in a.ranks}
     for a in assignments:
         if not a.engine.streaming:
             yield a
         elif not _can_stream(a):
             yield _why_staged(a, f"{a.transport.value} brings whole versions")
-        elif a.transport in IN_PIECES and a.leader in staged:
-            yield _why_staged(a, f"rank {a.leader} sends in pieces to an engine that takes whole versions, too")
+        elif staged is not None and a.transport in IN_PIECES and a.leader not in keep_whole:
+            yield _why_staged(a, f"rank {a.leader} sends in pieces, and {staged} of the same plan takes whole versions")
         else:
             reason = f"{a.reason}; streaming, as the engine asks: installed as it comes"
             yield replace(a, apply=Apply.STREAMING, reason=reason)

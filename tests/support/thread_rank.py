@@ -58,7 +58,7 @@ class ThreadRank:
 
     @classmethod
     async def join(cls, socket: Path, source: Source, push_timeout: float = 60.0) -> ThreadRank:
-        return cls(await asyncio.to_thread(_join, socket, source, push_timeout), source)
+        return cls(await asyncio.to_thread(join, socket, source, push_timeout), source)
 
     async def push(self, step: int) -> PushReport:
         self.source.step = step
@@ -74,13 +74,15 @@ class ThreadRank:
         await asyncio.to_thread(self.rank.close)
 
 
-def _join(socket: Path, source: Source, push_timeout: float) -> TrainerRank:
+def join(socket: Path, source: Source, push_timeout: float, number: int = 0, world: int = 1) -> TrainerRank:
+    """Rank `number` of so many."""
     patience = Patience(JOIN_SECONDS)
-    place = RankPlace(rank=0, world_size=1, local_rank=0, restart_count=0)
-    rank = TrainerRank(RankLink(socket, patience), place, layout_of(source), source, GatherGroups(0, socket.parent))
+    place = RankPlace(rank=number, world_size=world, local_rank=number, restart_count=0)
+    groups = GatherGroups(number, socket.parent)
+    rank = TrainerRank(RankLink(socket, patience), place, layout_of(source), source, groups)
     rank._push_seconds = push_timeout
     rank._join("policy", None, JOIN_SECONDS, patience)
-    rank._pushes.held.segments = SegmentPool(rank.run_id, 0)
+    rank._pushes.held.segments = SegmentPool(rank.run_id, number)
     return rank
 
 

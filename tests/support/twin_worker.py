@@ -28,6 +28,13 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["tests.support.twin_worker"])
 
 
+def make_ready() -> None:
+    """The first worker waits for torch to be imported, which takes seconds; from here on none does."""
+    process = _processes.Process(target=int)
+    process.start()
+    process.join()
+
+
 class Worker:
     """The process's side: one method an order."""
 

@@ -2,11 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import product
 
-from controlplane.core.conditions import Condition, ConditionType, dated, engine_conditions, fleet_conditions
-from controlplane.core.engine_state import EngineState, Held, Hold, HoldKind, Life, Poisoned, Residency
-from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, WeightVersion
+from controlplane.core import engine_events as events
+from controlplane.core.conditions import (
+    Condition,
+    ConditionType,
+    dated,
+    engine_conditions,
+    fleet_conditions,
+    rests_on,
+)
+from controlplane.core.engine_state import (
+    EngineState,
+    Held,
+    Hold,
+    HoldKind,
+    Life,
+    Poisoned,
+    Progress,
+    Residency,
+    Stage,
+    Unset,
+)
+from controlplane.core.versions import EngineId, Incarnation, ModelName, RunId, Term, UpdateId, WeightVersion
+from tests.support.engine_core import LAYOUT, Agent
 
 V1, V2 = WeightVersion(1, Term(1)), WeightVersion(2, Term(1))
 NEW = EngineState(RunId("run"), ModelName("policy"), EngineId("e0"), Incarnation("i"))
@@ -63,3 +84,39 @@ def test_since_is_when_the_status_changed_and_not_the_reason() -> None:
         (False, "Unset", 1.0),
         (True, "Applied", 3.0),
     ]
+
+
+def test_conditions_are_equal_wherever_what_they_rest_on_is() -> None:
+    """All others of a state's fields take other values here, too."""
+    progress = [Progress(UpdateId("u"), v, s, n, "R") for v in (V1, V2) for s in Stage for n in (0, 7)]
+    parts = {
+        "life": (Life.RUNNING, Life.DEAD),
+        "weights": (Unset(), Held(V1, b"d"), Held(V2, b"d"), Poisoned("a"), Poisoned("b")),
+        "residency": (Residency.AWAKE, Residency.ASLEEP),
+        "holds": (frozenset(), frozenset({Hold(HoldKind.OPERATOR, "ann")})),
+        "progress": (None, *progress),
+        "frozen": (False, True),
+        "live_requests": (0, 1),
+    }
+    assert parts.keys() <= {f.name for f in fields(EngineState)}
+    found: dict[object, list[Condition]] = {}
+    for values in product(*parts.values()):
+        state = replace(NEW, **dict(zip(parts, values, strict=True)))  # type: ignore[arg-type]
+        for served in (frozenset({V1}), frozenset({V1, V2})):
+            fresh = engine_conditions(state, served)
+            assert found.setdefault(rests_on(state, served), fresh) == fresh
+    assert len({tuple(c) for c in found.values()}) > len(parts["progress"]), "they do change"
+
+
+def test_a_chunk_makes_no_conditions_anew_and_the_commit_does() -> None:
+    agent = Agent()
+    agent.open(1)
+    agent.handle(events.LayoutArrived(1, LAYOUT))
+    before = agent.core.conditions
+    agent.chunk(1)
+    agent.handle(events.RequestsCounted(3, 0))
+    assert agent.core.conditions is before
+    agent.handle(events.BytesVerified(1))
+    agent.commit(1)
+    updating = {c.type: c for c in agent.core.conditions}[ConditionType.UPDATING]
+    assert (updating.status, updating.reason) == (True, "Installing")

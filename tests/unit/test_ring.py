@@ -12,13 +12,14 @@ from controlplane.core.errors import SlotMismatch
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from trainer_agent.agent.announced import Announced
 from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.agent.plans import for_rank
 from trainer_agent.agent.ways import ByDevice
 from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
 from trainer_agent.parts import keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter, copy_elements
 from trainer_agent.rank.feed import chunks_of
 from trainer_agent.rank.memory import COPIED_BYTES, RingMemory, ring_bytes
-from trainer_agent.transports import BROADCAST, CUDA_IPC, INLINE, SHARED_MEMORY
+from trainer_agent.transports import BROADCAST, CUDA_IPC, INLINE, SHARED_MEMORY, TRAITS, traits_of
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2
 
@@ -80,10 +81,26 @@ def test_chunks_that_travel_begin_small_and_those_that_are_copied_out_of_a_ring_
     assert chunks_of(layout, plan, 0).chunks[0].end == 1 << 20
 
 
-def test_where_one_ring_counts_the_chunks_of_all_ranks_they_cut_alike() -> None:
-    layout = Layout((TensorSpec("a", DType.U8, (300 << 20,)),))
-    plan = plan_of([(0, CUDA_IPC), (1, INLINE)], 64 << 20)
-    assert chunks_of(layout, plan, 0) == chunks_of(layout, plan, 1)
+@given(
+    feeds=st.lists(
+        st.tuples(st.sets(st.integers(0, 4), min_size=1, max_size=3), st.sampled_from(sorted(TRAITS))), max_size=6
+    ),
+    whole=st.booleans(),
+    chunk_bytes=st.sampled_from([1 << 20, 16 << 20, 64 << 20]),
+)
+def test_ranks_that_hand_each_other_chunks_cut_alike_whatever_else_each_of_them_is_told_to_feed(
+    feeds: list[tuple[set[int], weight_update_pb2.Transport.ValueType]], whole: bool, chunk_bytes: int
+) -> None:
+    """Each from its own part of the plan, which is all that it is told; and the agent counts on the same of each."""
+    layout = Layout((TensorSpec("a", DType.U8, (300 << 20,)), TensorSpec("b", DType.U8, (7,))))
+    plan = push_plan(*((f"e{i}", sorted(r), t) for i, (r, t) in enumerate(feeds)), keep_whole=whole)
+    plan.chunk_bytes = chunk_bytes
+    told = {rank: for_rank(plan, rank, 1) for rank in range(5)}
+    for a in plan.assignments:
+        if traits_of(a.transport).by_slot:
+            assert len({chunks_of(layout, told[r], r) for r in a.ranks}) == 1
+    assert [keeps_whole(told[r], r) for r in told] == [keeps_whole(plan, r) for r in told]
+    assert [parts_of(told[r], r) for r in told] == [parts_of(plan, r) for r in told]
 
 
 def plan_of(feeds: list[tuple[int, weight_update_pb2.Transport.ValueType]], chunk_bytes: int) -> rank_pb2.PushPlan:
@@ -139,6 +156,16 @@ def test_ranks_that_do_not_lead_export_only_where_they_hand_memory_out() -> None
     assert sorted(p.transport for p in parts_of(plan, 0)) == sorted([INLINE, SHARED_MEMORY, BROADCAST])
 
 
+def test_engines_of_one_link_are_one_part_whose_slots_they_may_be() -> None:
+    """A link has one order of members, and each chunk goes over it once."""
+    plan = push_plan(("e0", [0, 1], BROADCAST), ("e1", [0], BROADCAST), ("e2", [0, 1, 2], BROADCAST))
+    for a in plan.assignments:
+        a.link = "0/shared"
+    (part,) = parts_of(plan, 0)
+    assert (part.engine_ids, part.ranks) == (("e0", "e1", "e2"), (0,))
+    assert parts_of(plan, 1) == []
+
+
 # ---- the agent's side ----
 
 
@@ -164,12 +191,23 @@ async def test_inv12_a_half_of_device_memory_is_released_to_every_rank_when_all_
     said, released = announced(plan)
     said.logs["e0"].mark_read(0)
     said.logs["e2"].mark_read(0)
-    assert released == []
+    assert released == [(0, 0)]
     said.logs["e1"].mark_read(0)
     assert released == [(0, 0), (1, 0)]
     said.logs["e1"].mark_over()
     said.logs["e0"].mark_read(1)
     assert released == [(0, 0), (1, 0), (0, 1), (1, 1)]
+
+
+async def test_a_rank_waits_for_no_engine_that_reads_none_of_its_memory() -> None:
+    """Their ranks' chunks may be others: here rank 1's are small, and whoever waited for the second of rank 0's large
+    ones would keep rank 0 from the tensors that it needs for the first."""
+    said, released = announced(push_plan(("e0", [0], CUDA_IPC), ("e1", [1], INLINE)))
+    said.logs["e1"].mark_read(0)
+    said.logs["e1"].mark_read(1)
+    assert released == [(1, 0), (1, 1)]
+    said.logs["e0"].mark_read(0)
+    assert released == [(1, 0), (1, 1), (0, 0)]
 
 
 async def test_inv12_a_handle_that_went_out_frees_nothing_and_the_engines_word_does() -> None:

@@ -1,7 +1,8 @@
 """What the leaders of one push announced: a log for each engine, and what all leaders must agree on.
 
 Promises: an engine's chunks come from its leader alone, in order; all leaders end with one content, for it is one
-version; a leader that keeps two chunks only is told when the first of them has been read by every stream (INV-12).
+version; a rank that keeps two chunks only is told when the first of them has been read by every stream that reads its
+memory, and waits for no other (INV-12).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from trainer_agent.agent.chunk_log import ChunkLog, Ring
 from trainer_agent.parts import keeps_whole
 from trainer_agent.transports import traits_of
 from weightplane.local.v1 import rank_pb2
+from weightplane.v1 import fleet_pb2
 
 Release = Callable[[int, int], None]
 """Rank and chunk: its memory may be written again, up to this chunk."""
@@ -29,12 +31,14 @@ class Announced:
         self._leaders = {a.engine.engine_id: a.leader for a in plan.assignments}
         self.logs: dict[str, ChunkLog] = {}
         keep_two = {r for r in self._leaders.values() if not keeps_whole(plan, r)}
-        rings = _rings(plan, keep_two, release)
+        rings = {rank: Ring(partial(release, rank)) for a in plan.assignments for rank in a.ranks}
         for a in plan.assignments:
-            traits = traits_of(a.transport)
-            read_here = traits.by_device or (traits.by_agent and a.leader in keep_two)
-            log = ChunkLog(ring=a.leader in keep_two, choice=a.HasField("base"))
-            self.logs[a.engine.engine_id] = rings[a.leader].log() if read_here else log
+            lent = _lent_by(a, keep_two)
+            log = self.logs[a.engine.engine_id] = ChunkLog(
+                ring=bool(lent) or a.leader in keep_two, choice=a.HasField("base")
+            )
+            for rank in lent:
+                rings[rank].follow(log)
         self._own = {r: ChunkLog() for r in set(self._leaders.values())}
         """By rank: what it announces for this agent alone."""
 
@@ -81,16 +85,10 @@ class Announced:
         return [self.logs[e] for e in engine_ids]
 
 
-def _rings(plan: rank_pb2.PushPlan, keep_two: AbstractSet[int], release: Release) -> dict[int, Ring]:
-    """By leader. With device memory every rank of a slot does, and may be in several slots: one
-    ring for all, so that a rank hears of a chunk when whoever reads any of its memory has let go (INV-12)."""
-    on_devices = {a.leader: list(a.ranks) for a in plan.assignments if traits_of(a.transport).by_device}
-    if not on_devices:
-        return {r: Ring(partial(release, r)) for r in keep_two}
-    concerned = sorted(set(keep_two).union(*on_devices.values()))
-
-    def released(chunk: int) -> None:
-        for rank in concerned:
-            release(rank, chunk)
-
-    return dict.fromkeys(keep_two | on_devices.keys(), Ring(released))
+def _lent_by(a: fleet_pb2.Assignment, keep_two: AbstractSet[int]) -> list[int]:
+    """Ranks that write a chunk again only when the engine's stream has read it (INV-12): with device memory each of the
+    slot, else the leader that the agent reads out of a ring of two chunks."""
+    traits = traits_of(a.transport)
+    if traits.by_device:
+        return list(a.ranks)
+    return [a.leader] if traits.by_agent and a.leader in keep_two else []

@@ -21,11 +21,8 @@ anew."""
 class ChunkLog:
     """What a leader announced for one engine, from the first chunk on, and how far its stream has read it."""
 
-    def __init__(
-        self, *, ring: bool = False, progress: Callable[[], None] = lambda: None, choice: bool = False
-    ) -> None:
-        """`ring`: the leader keeps two chunks only. `progress` is called when the stream has read on. `choice`: the
-        leader says first whether a delta comes."""
+    def __init__(self, *, ring: bool = False, choice: bool = False) -> None:
+        """`ring`: the leader keeps two chunks only. `choice`: the leader says first whether a delta comes."""
         self.ring = ring
         self.delta: bool | None = None if choice else False
         """What comes is a delta; None: the leader has not said yet."""
@@ -33,7 +30,8 @@ class ChunkLog:
         """Chunks up to this one were read to the end; in a ring their bytes may be gone."""
         self.byte_count = 0
         """Bytes of what was announced."""
-        self._progress = progress
+        self.rings: list[Ring] = []
+        """Of the ranks whose memory the stream reads in place: they hear when it has read on."""
         self._chunks: list[rank_pb2.SendChunk] = []
         self._news = asyncio.Event()
         self.end: rank_pb2.PushEnd | None = None
@@ -92,7 +90,8 @@ class ChunkLog:
         """The stream needs the bytes of chunk `index` no more."""
         if index > self.read:
             self.read = index
-            self._progress()
+            for ring in self.rings:
+                ring.look()
 
     def mark_over(self) -> None:
         """The stream will read nothing any more: nobody waits for it."""
@@ -104,7 +103,11 @@ class ChunkLog:
 
 
 class Ring:
-    """One leader that keeps two chunks: how far the streams that read its memory have read (INV-12)."""
+    """One rank that keeps two chunks: how far the streams that read its memory have read (INV-12).
+
+    It follows those streams and no others: ranks that share no slot may cut a version differently, and one that waited
+    for chunks which only another rank's weights complete would keep that one from its weights, which are read together.
+    """
 
     def __init__(self, released: Callable[[int], None]) -> None:
         """`released(k)`: every chunk up to k may be written again. Called each time that k grows."""
@@ -112,12 +115,13 @@ class Ring:
         self._logs: list[ChunkLog] = []
         self._told = -1
 
-    def log(self) -> ChunkLog:
-        """The log of one more engine; all of them are made before the first chunk comes. A ring sends no deltas."""
-        self._logs.append(ChunkLog(ring=True, progress=self._look))
-        return self._logs[-1]
+    def follow(self, log: ChunkLog) -> None:
+        """One more; all of them are there before the first chunk comes."""
+        self._logs.append(log)
+        log.rings.append(self)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Some stream has read on."""
         read = min(log.read for log in self._logs)
         if self._told < read < MAX_CHUNKS:
             self._told = read

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from controlplane.core.errors import StaleTerm, WeightplaneError
+from controlplane.core.errors import DeadlineExceeded, StaleTerm, WeightplaneError
 from trainer_agent.agent import outcome, stuck
 from trainer_agent.agent.begin import abort_update
 from trainer_agent.agent.streams import EngineStreams
@@ -79,7 +79,7 @@ class Deciding:
 
     async def wait(self) -> None:
         """Before GO a failure, a refusal or the limit ends the push; after GO only time does, and a streaming engine
-        whose bytes will not come is told so.
+        whose bytes will not come, or not within the limit, is told so: it stands still for them.
 
         Raises:
             WeightplaneError: it is to be given up.
@@ -90,8 +90,7 @@ class Deciding:
         try:
             await asyncio.wait({decision, trouble}, timeout=self.limit.left, return_when=asyncio.FIRST_COMPLETED)
             if not decision.done() and watch.commits:
-                if trouble.done():  # bytes of streaming engines may never come
-                    self.streams.abort_unfed(str(trouble.result()))
+                self.streams.abort_unfed(str(trouble.result() if trouble.done() else self._unsent()))
                 await asyncio.wait({decision}, timeout=self.limit.left + DECIDE_SECONDS)
             if not decision.done():
                 raise trouble.result() if trouble.done() else self._late()
@@ -100,6 +99,10 @@ class Deciding:
         finally:
             decision.cancel()
             trouble.cancel()
+
+    def _unsent(self) -> WeightplaneError:
+        """After GO the ranks' limit came: they give up what they have not exported."""
+        return DeadlineExceeded("push (go)", "the ranks to send everything", round(self.limit.took, 1))
 
     def _late(self) -> WeightplaneError:
         """The ranks' limit came first."""

@@ -200,8 +200,8 @@ class Feed:
 
 def chunks_of(layout: Layout, plan: rank_pb2.PushPlan, rank: int) -> SegmentPlan:
     """How a rank cuts a version. Chunks that travel while the next are exported begin small, so that they begin early.
-    A version that is kept whole has as few as the plan asks for; and where device memory is read every rank cuts so,
-    since one ring counts the chunks of all."""
+    A version that is kept whole has as few as the plan asks for; and so has one that goes by device memory: ranks of a
+    slot hand each other each chunk, so they cut alike, whatever else each of them feeds. `plan` is the rank's part."""
     if keeps_whole(plan, rank) or any(traits_of(a.transport).by_device for a in plan.assignments):
         return plan_segment(layout, plan.chunk_bytes)
     copied = all(part.transport == INLINE for part in parts_of(plan, rank))
