@@ -19,7 +19,8 @@ from tests.cases.engines import Hands, lay_hands
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet, local_fleet
 from tests.support.ports import free_port
-from tests.support.writer import LAYOUT, Stream, Weights
+from tests.support.refusals import ended_by
+from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 
 
@@ -27,18 +28,6 @@ from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 async def fleet(tmp_path: Path, hands: Hands) -> AsyncIterator[LocalFleet]:
     async with local_fleet(tmp_path, seconds_per_token=0.002) as running:
         yield running
-
-
-async def refused(stream: Stream) -> str:
-    """Read until the stream is ended by an error; its reason."""
-
-    async def read_on() -> None:
-        while True:
-            await stream.read()
-
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await read_on()
-    return from_rpc_error(error.value).reason
 
 
 async def test_three_pushes_reach_both_engines_with_their_versions(fleet: LocalFleet) -> None:
@@ -88,7 +77,7 @@ async def test_silence_on_an_open_stream_is_an_abort(tmp_path: Path) -> None:
     async with local_fleet(tmp_path, engines=1, stream_idle_seconds=0.5) as fleet:
         stream = fleet.stream(await fleet.begin(), "e0")
         await stream.open()
-        assert await refused(stream) == "UPDATE_ABORTED"
+        assert await ended_by(stream) == "UPDATE_ABORTED"
 
 
 async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(
@@ -156,7 +145,7 @@ async def test_an_open_frame_that_is_wrong_is_refused_before_anything_is_touched
     await stream.send(open=stream._opened)
     if reason == "LAYOUT_UNKNOWN":
         await stream.layout()
-    assert await refused(stream) == reason
+    assert await ended_by(stream) == reason
     assert await fleet.applied("e0") == 1
 
 
@@ -180,7 +169,7 @@ async def test_m3_bytes_that_are_not_what_the_sender_said_are_refused(fleet: Loc
             buffers=[{"inline": wrong.parts[0]}],  # type: ignore[list-item]
         )
     )
-    assert await refused(stream) == "CHECKSUM_MISMATCH"
+    assert await ended_by(stream) == "CHECKSUM_MISMATCH"
     assert await fleet.applied("e0") == 1
 
 
@@ -189,7 +178,7 @@ async def test_v5_a_commit_that_states_other_counts_is_refused(fleet: LocalFleet
     stream = fleet.stream(await fleet.begin(), "e0")
     await stream.until_ready(weights)
     await stream.commit(weights, chunk_count=3)
-    assert await refused(stream) == "BYTE_COUNT_MISMATCH"
+    assert await ended_by(stream) == "BYTE_COUNT_MISMATCH"
 
 
 async def test_inv7_a_zombie_is_refused_by_coordinator_and_agent(fleet: LocalFleet) -> None:
@@ -197,11 +186,11 @@ async def test_inv7_a_zombie_is_refused_by_coordinator_and_agent(fleet: LocalFle
     old_term, stream = fleet.term, fleet.stream(begun, "e0")
     await stream.until_ready(weights)
     await fleet.take_lease(takeover=True, trainer_id="successor")
-    assert await refused(stream) == "STALE_TERM"
+    assert await ended_by(stream) == "STALE_TERM"
     assert (await fleet.decided(begun.update_id)).phase == fleet_pb2.UPDATE_PHASE_FAILED
     direct = fleet.stream(begun, "e0", writer_term=old_term)
     await direct.send(open=direct._opened)
-    assert await refused(direct) == "STALE_TERM"
+    assert await ended_by(direct) == "STALE_TERM"
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
 
 
