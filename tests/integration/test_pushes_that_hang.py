@@ -60,6 +60,7 @@ async def test_a_rank_that_stands_still_in_its_weights_is_named_with_its_bytes_a
         with capture_logs() as logs:
             orders = [ranks.tell(i, "push_standing_still", step=1, until=str(tmp_path / "go")) for i in range(2)]
             await eventually(lambda: any(line["event"] == "push_ended" for line in logs))
+        assert [line["reason"] for line in logs if line["event"] == "push_ended"] == ["DEADLINE_EXCEEDED"]
         (tmp_path / "go").touch()
         for answer in await ranks.answers(*orders):
             assert answer["reason"] == "DEADLINE_EXCEEDED"
