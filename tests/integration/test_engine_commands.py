@@ -16,6 +16,7 @@ from controlplane.rpc.errors import from_rpc_error
 from engine_agent.memory.engine import MemoryEngine
 from tests.cases.engines import Hand, lay_hands
 from tests.support.eventually import eventually
+from tests.support.holds import kinds_held
 from tests.support.local_fleet import LocalFleet
 from tests.support.one_engine import (
     ABORT,
@@ -24,7 +25,6 @@ from tests.support.one_engine import (
     LONG,
     WAIT,
     first_version,
-    holds_of,
     is_open,
     one_engine,
     pause,
@@ -75,7 +75,7 @@ async def test_abort_ends_each_request_with_the_spans_of_its_tokens(fleet: Local
         await one.has(5)
     answer = await pause(fleet, mode=ABORT)
     assert answer.aborted_requests == 3
-    assert holds_of(answer.status) == {"OPERATOR"}
+    assert kinds_held(answer.status) == {"OPERATOR"}
     for one in samples:
         assert (await one.reason(), (await one.end()).stop_reason) == ("ABORT", PAUSED)
         assert await one.checked_spans({1: weights})
@@ -92,7 +92,7 @@ async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: 
     outside = await sample(fleet, 5)
     hand.limit_samples(None)
     answer = await pausing
-    assert (answer.aborted_requests, holds_of(answer.status)) == (0, {"OPERATOR"})
+    assert (answer.aborted_requests, kinds_held(answer.status)) == (0, {"OPERATOR"})
     assert await one.reason() == "LENGTH"
     assert outside.stamps == []
     await resume(fleet)
@@ -100,7 +100,7 @@ async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: 
 
 
 async def _held(fleet: LocalFleet, kind: str) -> bool:
-    return kind in holds_of(await fleet.status("e0"))
+    return kind in kinds_held(await fleet.status("e0"))
 
 
 @pytest.mark.parametrize(("fallback", "aborted"), [(ABORT, 1), (KEEP, 0)], ids=["abort", "keep"])
@@ -112,7 +112,7 @@ async def test_a_wait_that_is_too_long_ends_as_was_said(
     request = lifecycle_pb2.PauseGenerationRequest()
     request.wait_limit.FromMilliseconds(200)
     answer = await pause(fleet, mode=WAIT, wait_limit=request.wait_limit, fallback=fallback)
-    assert (answer.aborted_requests, holds_of(answer.status)) == (aborted, {"OPERATOR"})
+    assert (answer.aborted_requests, kinds_held(answer.status)) == (aborted, {"OPERATOR"})
     assert one.running is not bool(aborted) or await one.reason() == "ABORT"
 
 
@@ -128,7 +128,7 @@ async def test_an_update_comes_while_requests_are_let_finish_and_they_go_on_unde
     count = len(one.stamps)
     await one.has(count + 5)
     await resume(fleet)
-    assert holds_of((await pausing).status) == set()
+    assert kinds_held((await pausing).status) == set()
     await told(fleet, "AbortRequests", lifecycle_pb2.AbortRequestsRequest)
     spans = await one.checked_spans({1: weights, 2: second})
     assert [number for number, _, _ in spans] == [1, 2]
@@ -149,7 +149,7 @@ async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, 
     hand.limit_samples(None)
     assert await one.reason() == "LENGTH"
     await eventually(lambda: _held(fleet, "OPERATOR"))
-    assert holds_of(await fleet.status("e0")) == {"OPERATOR"}
+    assert kinds_held(await fleet.status("e0")) == {"OPERATOR"}
 
 
 # ---- requests -----------------------------------------------------------------------------------

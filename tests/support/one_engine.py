@@ -13,7 +13,6 @@ from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.writer import Weights
 from weightplane.v1 import (
-    engine_pb2,
     fleet_pb2,
     lifecycle_pb2,
     lifecycle_pb2_grpc,
@@ -78,7 +77,3 @@ async def pause(fleet: LocalFleet, **how: Any) -> lifecycle_pb2.PauseGenerationR
 
 async def resume(fleet: LocalFleet) -> None:
     await told(fleet, "ResumeGeneration", lifecycle_pb2.ResumeGenerationRequest, owner="ann")
-
-
-def holds_of(status: engine_pb2.EngineStatus) -> set[str]:
-    return {engine_pb2.HoldKind.Name(h.kind).removeprefix("HOLD_KIND_") for h in status.holds}

@@ -7,8 +7,9 @@ from typing import Any
 
 import grpc
 
+from controlplane.core import errors as e
 from controlplane.core.errors import WeightplaneError
-from controlplane.rpc.errors import from_rpc_error
+from controlplane.rpc.errors import from_rpc_error, to_status
 from tests.support.writer import Stream
 
 
@@ -38,3 +39,12 @@ async def ended_by(stream: Stream) -> str:
             await stream.read()
 
     return await reason_of(read_on())
+
+
+def rpc_error(error: e.WeightplaneError | None = None) -> grpc.aio.AioRpcError:
+    """As a client meets it; None: nobody answered."""
+    empty = grpc.aio.Metadata()
+    if error is None:
+        return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "connection refused")
+    status: Any = to_status(error)
+    return grpc.aio.AioRpcError(status.code, empty, grpc.aio.Metadata(*status.trailing_metadata), status.details)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console, RenderableType
 
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.updates import find
@@ -18,16 +17,10 @@ from controlplane.core.fleet_records import LostRank
 from controlplane.core.versions import Term
 from tests.support.golden import assert_golden
 from tests.support.scripted_fleet import ScriptedFleet, poisoned, two_hundred, updating
+from tests.support.shown_fleet import shown
 from weightplane.v1 import fleet_pb2, operator_pb2
 
 View = operator_pb2.FleetView
-
-
-def shown(what: RenderableType, width: int = 200) -> str:
-    console = Console(width=width, no_color=True, force_terminal=False, soft_wrap=True)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
 
 
 def why(view: View, update: str = "latest") -> str:
