@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -26,12 +25,11 @@ from tests.support.obedient import ObedientRanks
 from tests.support.refusals import refusal, rpc_error_of
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
+from tests.support.trainer_process import TOY, start_python
 from weightplane.v1 import lifecycle_pb2
 
 pytestmark = pytest.mark.timeout(400)
 
-TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
-ROOT = Path(__file__).parents[2]
 LATE_SECONDS = 120.0
 """Of a push that does not end; what is before the standing still takes less on a busy machine too."""
 TOLD_SECONDS = 5.0
@@ -126,14 +124,7 @@ async def launched(fleet: LocalFleet, at: Path, script: Script) -> asyncio.subpr
         f" stop_seconds=10.0, address_file=Path({str(at)!r}));"
         f"sys.exit(asyncio.run(run_trainer(settings, [{str(TOY)!r}, {json.dumps(asdict(script))!r}])))"
     )
-    return await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        code,
-        stdout=asyncio.subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}"},
-        cwd=ROOT,
-    )
+    return await start_python(["-c", code], {})
 
 
 async def test_a_launched_trainer_tells_what_its_ranks_wrote_and_ends_when_it_is_told(tmp_path: Path) -> None:
