@@ -22,14 +22,16 @@ from weightplane.v1 import fleet_pb2, operator_pb2
 
 View = operator_pb2.FleetView
 
+WIDE = 200
+
 
 def why(view: View, update: str = "latest") -> str:
-    return shown(render_why(view, find(view, update), seconds_of(view.time)))
+    return shown(render_why(view, find(view, update), seconds_of(view.time)), WIDE)
 
 
 def test_updates_read_as_reviewed() -> None:
     view = poisoned()
-    assert_golden("updates.txt", shown(render_updates(view, 4, seconds_of(view.time))))
+    assert_golden("updates.txt", shown(render_updates(view, 4, seconds_of(view.time)), WIDE))
 
 
 def test_updates_as_json_stay_as_reviewed() -> None:
@@ -122,7 +124,7 @@ def test_a_large_fleet_fits_the_screen_and_those_that_do_not_serve_stand_first()
 
 def test_a_coordinator_that_is_gone_is_said_above_what_it_said_last() -> None:
     view = updating()
-    lines = shown(render_watch(view, seconds_of(view.time), 50, "nobody answers")).splitlines()
+    lines = shown(render_watch(view, seconds_of(view.time), 50, "nobody answers"), WIDE).splitlines()
     assert lines[0] == "nobody answers; this is what it said last"
 
 
