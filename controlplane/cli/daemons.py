@@ -41,14 +41,22 @@ Parent = Annotated[
     int | None,
     typer.Option("--die-with-parent", metavar="PID", help="End when process PID, which started this one, ends."),
 ]
-
-
 Fleet = Annotated[
     Path | None,
     typer.Option("--fleet", metavar="FILE", help="Take the settings from a fleet file; instead of --config."),
 ]
-
 Insecure = Annotated[bool, typer.Option("--insecure", help="Serve other hosts without TLS.")]
+Coordinator = Annotated[
+    str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
+]
+EngineListen = Annotated[
+    str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve; port 0 takes any free one.")
+]
+EngineId = Annotated[str | None, typer.Option("--id", metavar="ID", help="Which engine of the fleet file.")]
+MemberOf = Annotated[
+    str | None, typer.Option("--member-of", metavar="ID", help="Be a further node of engine ID; needs --head.")
+]
+Head = Annotated[str | None, typer.Option("--head", metavar="HOST:PORT", help="With --member-of: the engine's agent.")]
 
 
 @reported
@@ -88,20 +96,12 @@ def coordinator(
 @reported
 def engine(
     config: Config = None,
-    listen: Annotated[
-        str | None, typer.Option("--listen", metavar="HOST:PORT", help="Where to serve; port 0 takes any free one.")
-    ] = None,
-    coordinator: Annotated[
-        str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
-    ] = None,
+    listen: EngineListen = None,
+    coordinator: Coordinator = None,
     fleet: Fleet = None,
-    engine_id: Annotated[str | None, typer.Option("--id", metavar="ID", help="Which engine of the fleet file.")] = None,
-    member_of: Annotated[
-        str | None, typer.Option("--member-of", metavar="ID", help="Be a further node of engine ID; needs --head.")
-    ] = None,
-    head: Annotated[
-        str | None, typer.Option("--head", metavar="HOST:PORT", help="With --member-of: the engine's agent.")
-    ] = None,
+    engine_id: EngineId = None,
+    member_of: MemberOf = None,
+    head: Head = None,
     insecure: Insecure = False,
     sets: Sets = None,
     log_level: LogLevel = "INFO",
@@ -112,16 +112,10 @@ def engine(
     from controlplane.cli.up.settings import engine_of
     from engine_agent.daemon.agent import run_engine
     from engine_agent.daemon.settings import EngineSettings
+    from engine_agent.members.member import run_member
 
-    if (member_of is None) != (head is None):
-        raise typer.BadParameter("--member-of and --head go together: the engine, and where its agent is")
+    _agent_or_member(member_of, head, listen, coordinator, engine_id, insecure)
     if member_of is not None:
-        from engine_agent.members.member import run_member
-
-        if any((listen, coordinator, engine_id, insecure)):
-            raise typer.BadParameter(
-                "a member serves nobody: --listen, --coordinator, --insecure and --id are an agent's"
-            )
         member = _member(member_of, fleet, config, _given(sets, engine_id=member_of, head=head))
         _prepare("member", log_level, log_format, die_with_parent)
         return asyncio.run(run_member(member))
@@ -138,9 +132,7 @@ def trainer(
         list[str] | None, typer.Argument(metavar="-- SCRIPT [ARGS]", help="What each rank runs, and its arguments.")
     ] = None,
     config: Config = None,
-    coordinator: Annotated[
-        str | None, typer.Option("--coordinator", metavar="HOST:PORT", help="The coordinator to live with.")
-    ] = None,
+    coordinator: Coordinator = None,
     fleet: Fleet = None,
     trainer_id: Annotated[
         str | None, typer.Option("--id", metavar="ID", help="Which trainer of the fleet file.")
@@ -169,6 +161,14 @@ def trainer(
         raise typer.BadParameter("name the training script after --, such as: weightplane trainer -- train.py")
     _prepare("trainer", log_level, log_format, die_with_parent)
     return asyncio.run(run_trainer(settings, command))
+
+
+def _agent_or_member(member_of: str | None, head: str | None, *agents: object) -> None:
+    """`agents`: the values of the options that an agent alone has."""
+    if (member_of is None) != (head is None):
+        raise typer.BadParameter("--member-of and --head go together: the engine, and where its agent is")
+    if member_of is not None and any(agents):
+        raise typer.BadParameter("a member serves nobody: --listen, --coordinator, --insecure and --id are an agent's")
 
 
 def _member(engine_id: str, fleet: Path | None, config: Path | None, given: dict[str, Any]) -> MemberSettings:

@@ -16,6 +16,8 @@ from weightplane.v1 import fleet_pb2, operator_pb2, weight_update_pb2
 
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 _DIGEST_SHOWN = 12
+_READ_IN_PLACE = "in place"
+"""What is staged lies in the sender's memory; the engine's host needs none."""
 
 
 def render_plan(found: operator_pb2.PlanResponse) -> RenderableType:
@@ -83,7 +85,7 @@ def _engines_table(found: operator_pb2.PlanResponse) -> RenderableType:
             _apply(assignment),
             assignment.link,
             _fate(assignment) or "",
-            _size_or_unknown(cost, "staging_bytes"),
+            _size_or_unknown(cost, "staging_bytes", zero=_READ_IN_PLACE),
             _size_or_unknown(cost, "loading_bytes"),
             assignment.reason,
         )
@@ -128,9 +130,9 @@ def _known(cost: Costs, field: str) -> int | None:
     return getattr(cost, field) if cost.HasField(field) else None  # type: ignore[arg-type]
 
 
-def _size_or_unknown(cost: Costs, field: str) -> str:
+def _size_or_unknown(cost: Costs, field: str, zero: str = "none") -> str:
     byte_count = _known(cost, field)
-    return "unknown" if byte_count is None else size(byte_count) if byte_count else "none"
+    return "unknown" if byte_count is None else size(byte_count) if byte_count else zero
 
 
 def _load_json(found: operator_pb2.PlanResponse) -> dict[str, int] | None:

@@ -77,8 +77,8 @@ class Carrier:
             log.exception("carry_broke", engine=engine_id)
             error = PeerLost(peer=engine_id, cause=repr(broken))
         tracing.soon(trace_carry, run_id, carry, began, error)
-        reason = "NONE" if error is None else error.reason
-        log.info("carry_ended", engine=engine_id, version=str(carry.version), reason=reason, text=str(error or ""))
+        failed = {} if error is None else {"reason": error.reason, "text": str(error)}
+        log.info("carry_ended", engine=engine_id, version=str(carry.version), **failed)
         await self._hub.handle(CarryEnded(carry.update_id, carry.engine.engine_id, error))
 
     async def _bring_welcomed(self, stub: Any, carry: Carry) -> None:

@@ -18,7 +18,6 @@ import psutil
 
 from controlplane.core.canary import Canary
 from controlplane.core.engine_sleep import SLEEP
-from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.errors import (
     CanaryFailed,
     DeadlineExceeded,
@@ -29,18 +28,12 @@ from controlplane.core.errors import (
     PeerLost,
     UnsupportedByEngine,
 )
-from controlplane.core.layout import Expected, Layout
-from controlplane.core.names import device_uuid
+from controlplane.core.layout import Layout
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import FROZEN
 from controlplane.device_memory.ranges import ExportedProbe
 from controlplane.tensor_files import StoredTensor
 from engine_agent.engine import (
-    CUDA_IPC,
-    DRAFT,
-    PROCESSED_LOGPROBS,
-    ROUTED_EXPERTS,
-    SAMPLING_MASK,
     EngineFacts,
     GenerationDelta,
     InstallReport,
@@ -55,11 +48,11 @@ from engine_agent.vllm.checkpoint import CheckpointError, digest_of, expected_of
 from engine_agent.vllm.engine_log import EngineLog
 from engine_agent.vllm.environment import gpu_present
 from engine_agent.vllm.exports import open_exports
+from engine_agent.vllm.facts import draft_of, dtype_name, facts_of
 from engine_agent.vllm.further_nodes import FurtherNodes
 from engine_agent.vllm.install import MIXTURE, Installer
 from engine_agent.vllm.launch import end, launch
 from engine_agent.vllm.leftovers import Leftovers
-from engine_agent.vllm.likeness import likeness_of
 from engine_agent.vllm.power import Power, can_sleep
 from engine_agent.vllm.processes import descendants, kill, own_segments, processes_of, remove
 from engine_agent.vllm.settings import VllmSettings
@@ -69,8 +62,6 @@ __all__ = ["VllmEngine", "VllmSettings"]
 
 T = TypeVar("T")
 
-BATCH_INVARIANT = "batch_invariant"
-"""The capability."""
 DRAIN_POLL_SECONDS = 0.0005
 """Between looks at whether the last tokens reached their consumers; far below one decoding step."""
 
@@ -130,34 +121,20 @@ class VllmEngine:
             workers = await self._meet_workers(core)
         except DeadlineExceeded as e:
             raise core.died(str(e)) from e
-        drafted = await asyncio.to_thread(self._draft_of, llm)
-        expected = replace(expected_of(tensors, model, _name(llm.vllm_config.model_config.dtype)), draft=drafted)
+        drafted = await asyncio.to_thread(draft_of, llm, self._settings.model, self._engine_id)
+        expected = replace(expected_of(tensors, model, dtype_name(llm.vllm_config.model_config.dtype)), draft=drafted)
         initial_digest = await self._name_initial(core, tensors) if self._serve_initial else None
-        on_gpus = all(w["device_uuid"] for w in workers)
-        self._facts = self._facts_of(core, self._device_uuids(workers), expected, initial_digest, on_gpus=on_gpus)
         limits = self._settings
+        self._facts = facts_of(
+            *(core, workers, expected, initial_digest),
+            device_uuids=limits.device_uuids,
+            pids=tuple(p.pid for p in self._processes),
+            alone=self._further is None,
+        )
         self._installer_or_none = Installer(core, self._facts.device_uuids, expected, limits.install_timeout_seconds)
         if can_sleep(llm):
             self._power_or_none = Power(core, self._installer, limits.call_timeout_seconds)
         return self._facts
-
-    def _facts_of(
-        self, core: Core, uuids: tuple[str, ...], expected: Expected, initial_digest: bytes | None, *, on_gpus: bool
-    ) -> EngineFacts:
-        config = core.llm.vllm_config
-        return EngineFacts(
-            world_size=len(uuids),
-            device_uuids=uuids,
-            vocab_size=config.model_config.get_vocab_size(),
-            max_model_len=config.model_config.max_model_len,
-            max_logprobs=config.model_config.max_logprobs,
-            likeness=self._likeness(core.llm, len(uuids)),
-            max_requests=config.scheduler_config.max_num_seqs * core.cores,
-            expected=expected,
-            capabilities=self._capabilities(core.llm, expected, on_gpus=on_gpus),
-            pids=tuple(p.pid for p in self._processes),
-            initial_digest=initial_digest,
-        )
 
     async def _launch(self, log: EngineLog) -> Any:
         try:
@@ -165,18 +142,6 @@ class VllmEngine:
         except (DeadlineExceeded, PeerLost) as e:
             raise EngineDied(self._engine_id, str(e)) from e
         return await launch(self._settings, self._engine_id, log, self._note, nodes)
-
-    def _draft_of(self, llm: Any) -> Expected | None:
-        """What an update must cover of a draft model that has a directory of its own; None if there is none."""
-        speculative = llm.vllm_config.speculative_config
-        config = None if speculative is None else speculative.draft_model_config
-        if config is None or Path(config.model) == self._settings.model:  # heads of the model's own checkpoint
-            return None
-        try:
-            tensors = read_checkpoint(Path(config.model))
-            return expected_of(tensors, read_model_facts(Path(config.model), tensors), _name(config.dtype))
-        except CheckpointError as e:
-            raise EngineDied(self._engine_id, str(e)) from e
 
     async def _name_initial(self, core: Core, tensors: Mapping[str, StoredTensor]) -> bytes:
         """What it loaded, summed from the same files; tokens are stamped with its number from here on (INV-11)."""
@@ -363,42 +328,6 @@ class VllmEngine:
 
     async def _kill(self) -> None:
         await in_thread(lambda: kill(self._processes), name="weightplane-vllm-kill")
-
-    def _device_uuids(self, workers: Sequence[dict[str, Any]]) -> tuple[str, ...]:
-        found = (w["device_uuid"] or f"cpu-{self._engine_id}-{w['rank']}" for w in workers)
-        return tuple(device_uuid(text) for text in self._settings.device_uuids or found)
-
-    def _likeness(self, llm: Any, world_size: int) -> str:
-        import vllm
-
-        model, device = llm.vllm_config.model_config, llm.vllm_config.device_config.device_type
-        invariant = [BATCH_INVARIANT] if vllm.envs.VLLM_BATCH_INVARIANT else []
-        known = (vllm.__version__, device, model.dtype, model.quantization, world_size, model.max_model_len)
-        return " ".join([likeness_of(*known), *invariant])
-
-    def _capabilities(self, llm: Any, expected: Expected, *, on_gpus: bool) -> frozenset[str]:
-        import vllm
-
-        cached = bool(llm.vllm_config.cache_config.enable_prefix_caching)
-        alone = self._further is None and llm.vllm_config.speculative_config is None  # bytes for others come whole
-        model, aux = llm.vllm_config.model_config, llm.vllm_config.aux_output_config
-        more = {
-            "prefix_cache": cached,
-            STREAMING: alone,
-            CUDA_IPC: alone and on_gpus,
-            DRAFT: expected.draft is not None,
-            BATCH_INVARIANT: bool(vllm.envs.VLLM_BATCH_INVARIANT),
-            SLEEP: can_sleep(llm),
-            PROCESSED_LOGPROBS: model.logprobs_mode == PROCESSED_LOGPROBS,
-            ROUTED_EXPERTS: bool(aux.enable_return_routed_experts),
-            SAMPLING_MASK: bool(model.return_sampling_mask),
-        }
-        return frozenset({"staged", "rollback", *(name for name, able in more.items() if able)})
-
-
-def _name(dtype: object) -> str:
-    """torch's name of it, as a checkpoint's configuration has it."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _pids(workers: Sequence[dict[str, Any]]) -> set[int]:

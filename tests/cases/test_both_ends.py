@@ -18,9 +18,9 @@ from controlplane import failpoints
 from controlplane.core.errors import ChecksumMismatch, EngineDied, InstallFailed
 from controlplane.rpc.server import start_server
 from tests.cases.engines import lay_hands
-from tests.integration.test_engine_stream import FakeAgent, attempt, refusing
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.stream_attempts import FakeAgent, attempt, refusing
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, segments, toy_trainer
 from trainer_agent.agent import pusher

@@ -12,7 +12,8 @@ from controlplane.core.versions import Term, WeightVersion
 from controlplane.rpc.errors import from_rpc_error
 from tests.support.checkpoint_fleet import Person, open_directly, routable, words_of
 from tests.support.local_fleet import LocalFleet, local_fleet
-from tests.support.writer import Stream, Weights
+from tests.support.refusals import reason_of
+from tests.support.writer import Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
 
@@ -20,13 +21,6 @@ from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
     async with local_fleet(tmp_path) as running:
         yield running
-
-
-async def refused(stream: Stream) -> str:
-    """The reason with which its open frame is refused."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await stream.open()
-    return from_rpc_error(error.value).reason
 
 
 async def test_P2_an_update_to_a_sleeping_engine_is_refused_and_it_serves_its_old_version_when_it_wakes(
@@ -39,10 +33,10 @@ async def test_P2_an_update_to_a_sleeping_engine_is_refused_and_it_serves_its_ol
     assert (asleep.word, asleep.residency, asleep.gate_open) == ("asleep", engine_pb2.RESIDENCY_ASLEEP, False)
     newer = WeightVersion(2, Term(fleet.term))
     for transport in (weight_update_pb2.TRANSPORT_INLINE, weight_update_pb2.TRANSPORT_SHARED_MEMORY):
-        assert await refused(await open_directly(fleet, "e0", newer, transport=transport)) == "ENGINE_ASLEEP"
+        assert await reason_of((await open_directly(fleet, "e0", newer, transport=transport)).open()) == "ENGINE_ASLEEP"
     weights_only = await me.wake(kv_cache=False)
     assert (weights_only.word, weights_only.residency) == ("asleep", engine_pb2.RESIDENCY_WEIGHTS)
-    assert await refused(await open_directly(fleet, "e0", newer)) == "ENGINE_ASLEEP"
+    assert await reason_of((await open_directly(fleet, "e0", newer)).open()) == "ENGINE_ASLEEP"
     status = await fleet.status("e0")
     assert (status.applied.number, status.refused.version.number, status.refused.reason) == (1, 2, "ENGINE_ASLEEP")
     await me.wake()
@@ -56,7 +50,10 @@ async def test_P2_after_level_2_the_engine_is_unset_when_it_wakes_and_takes_a_fu
     me = Person(fleet, "e0")
     asleep = await me.sleep(level=2)
     assert (asleep.weights, asleep.HasField("applied")) == (engine_pb2.WEIGHTS_STATE_UNSET, False)
-    assert await refused(await open_directly(fleet, "e0", WeightVersion(2, Term(fleet.term)))) == "ENGINE_ASLEEP"
+    assert (
+        await reason_of((await open_directly(fleet, "e0", WeightVersion(2, Term(fleet.term)))).open())
+        == "ENGINE_ASLEEP"
+    )
     awake = await me.wake()
     assert (awake.word, awake.gate_open, awake.HasField("applied")) == ("empty", False, False)
     weights = Weights()

@@ -1,8 +1,4 @@
-"""The contract of the transports: every way from a rank to an engine agent keeps it.
-
-The real sending side (TrainerRank, in a thread; the trainer agent) and the real receiving side (engine agents) meet
-over real gRPC, shared memory and gloo. The engines are in memory: their tokens are a function of each byte installed.
-"""
+"""The contract of the transports: every way from a rank to an engine agent keeps it (`both_sides.py` has the ways)."""
 
 from __future__ import annotations
 
@@ -11,13 +7,10 @@ import math
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -25,24 +18,21 @@ from structlog.testing import capture_logs
 from controlplane.core.errors import LinkFailed, UpdateFailed
 from controlplane.rpc.metrics import SENT_BYTES
 from engine_agent.daemon import building
-from engine_agent.daemon.agent import run_engine
-from engine_agent.daemon.settings import EngineSettings
-from engine_agent.memory.engine import MemorySettings
 from engine_agent.receivers.broadcast import BroadcastReceiver
 from engine_agent.receivers.inline import InlineReceiver
 from engine_agent.receivers.shared_memory import SharedMemoryReceiver
+from tests.contract.both_sides import CHECKPOINT, WAYS, Way, both_sides
 from tests.support.eventually import eventually
-from tests.support.local_fleet import RUN, LocalFleet
-from tests.support.thread_rank import Source, ThreadRank, tokens_of
+from tests.support.local_fleet import RUN
 from tests.support.toy_rank import tensors_of
-from tests.support.toy_trainer import SMALL_CHUNK_BYTES, ToyTrainer, fleet_for_toys, toy_trainer
+from tests.support.toy_trainer import SMALL_CHUNK_BYTES
 from tests.support.twin_devices import TwinMemory, own_exports
 from tests.support.twin_worker import TwinEngine
 from trainer_agent.agent import pusher
 from trainer_agent.agent.chunk_log import ChunkLog
 from trainer_agent.chunking import FIRST_BYTES
-from trainer_agent.rank import PushReport, cuda_ipc
-from trainer_agent.rank.exporter import DTYPES, ExportedChunk, Exporter
+from trainer_agent.rank import cuda_ipc
+from trainer_agent.rank.exporter import ExportedChunk, Exporter
 from weightplane.local.v1 import rank_pb2
 
 pytestmark = pytest.mark.timeout(240)
@@ -54,29 +44,6 @@ OVERLAP_SECONDS = 7.0
 """A reader that the next chunk's gather did not let go by then goes on, and the test fails. Less than what an engine
 waits for bytes: an attempt that ended by that would end the gather, too."""
 
-
-@dataclass(frozen=True)
-class Way:
-    """One way, and the settings that lead there."""
-
-    name: str
-    coordinator: dict[str, Any] = field(default_factory=dict)
-    checkpoints: bool = False
-    """The trainer keeps whole versions."""
-    devices: bool = False
-    """Ranks and workers have device memory, or its twin; what comes is installed as it comes."""
-
-
-WAYS = [
-    Way("shared_memory", {"transport": "shared_memory"}),
-    Way("inline_ring", {"transport": "inline"}),
-    Way("inline_whole", {"transport": "inline"}, checkpoints=True),
-    Way("broadcast_shared", {"transport": "broadcast", "link_fate": "shared"}),
-    Way("broadcast_per_engine", {"transport": "broadcast", "link_fate": "per_engine"}),
-    Way("cuda_ipc_twin", {"transport": "cuda_ipc"}, devices=True),
-]
-CHECKPOINT = Way("checkpoint", {"transport": "shared_memory"}, checkpoints=True)
-"""Another engine is pushed to; these ones come late, and read what was written of it."""
 HOST_RINGS = [w for w in WAYS if w.name in ("inline_ring", "broadcast_shared", "broadcast_per_engine")]
 RINGS = [*HOST_RINGS, *(w for w in WAYS if w.devices)]
 every_way = pytest.mark.parametrize("way", WAYS, ids=lambda w: w.name)
@@ -86,39 +53,6 @@ tests/unit/test_checkpoint_reading.py's."""
 every_ring = pytest.mark.parametrize("way", RINGS, ids=lambda w: w.name)
 
 
-@dataclass
-class Both:
-    """Both sides, running."""
-
-    fleet: LocalFleet
-    trainer: ToyTrainer
-    rank: ThreadRank
-    way: Way
-
-    async def push(self, step: int) -> PushReport:
-        """Every engine is waited for: their gates are open."""
-        await self.fleet.settled()
-        return await self.rank.push(step)
-
-    async def bring(self, step: int) -> dict[str, str]:
-        """How the weights of `step` came to each engine."""
-        return dict((await self.push(step)).outcomes)
-
-    async def holds(self, engine_id: str, tensors: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the engine has exactly these bytes."""
-        tokens, _, _ = await self.fleet.generate(engine_id, 4)
-        return tokens == tokens_of(tensors, 4)
-
-    async def took_nothing(self, engine_id: str, step: int) -> bool:
-        """Of an update that failed in the middle: it has the version of before. Where bytes are installed as they come
-        it has none, and says so to whoever wants tokens (INV-4)."""
-        if not self.way.devices:
-            return await self.holds(engine_id, tensors_of(step))
-        with pytest.raises(grpc.aio.AioRpcError, match="holds a mixture"):
-            await self.fleet.generate(engine_id, 4)
-        return await self.fleet.applied(engine_id) is None
-
-
 @pytest.fixture(autouse=True)
 def device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where a way has devices, this is theirs. What was exported is gone afterwards."""
@@ -126,75 +60,6 @@ def device_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(building, "MemoryEngine", TwinEngine)
     yield
     assert own_exports() == []
-
-
-@dataclass
-class ByCheckpoint(Both):
-    """The engines are not there when it is pushed; each step finds them in a new life, with nothing."""
-
-    late: Mapping[str, EngineSettings]
-
-    async def bring(self, step: int) -> dict[str, str]:
-        for name in self.late.keys() & self.fleet.tasks.keys():
-            await self.fleet.stop(name)
-        number = (await self.push(step)).version.number
-        for name, settings in self.late.items():
-            self.fleet._start(name, run_engine, settings)
-        await self.fleet.wait_for_engines(1 + len(self.late))
-
-        async def came() -> bool:
-            return {await self.fleet.applied(name) for name in self.late} == {number}
-
-        await eventually(came)
-        return dict.fromkeys(self.late, "APPLIED")
-
-
-@asynccontextmanager
-async def both_sides(
-    directory: Path,
-    way: Way,
-    engines: int = 2,
-    tensors: Callable[[int], Mapping[str, torch.Tensor]] = tensors_of,
-    push_timeout: float = 60.0,
-    chunk_bytes: int = SMALL_CHUNK_BYTES,
-) -> AsyncIterator[Both]:
-    """`engines` in-memory engines that expect what `tensors` gives, and a rank that sends it."""
-    settings: dict[str, Any] = {"checkpoint_root": directory / "checkpoints"} if way.checkpoints else {}
-    async with fleet_for_toys(directory, engines=0, **way.coordinator) as fleet:
-        read = {"checkpoint_root": directory / "checkpoints"} if way is CHECKPOINT else {}
-        names = [f"e{i}" for i in range(engines)]
-        expected = {n: engine(fleet, n, tensors(0), devices=way.devices, **read) for n in names}
-        pushed_to = {"first": engine(fleet, "first", tensors(0))} if way is CHECKPOINT else expected
-        for name, its in pushed_to.items():
-            fleet._start(name, run_engine, its)
-        await fleet.wait_for_engines(len(pushed_to))
-        async with toy_trainer(fleet.address, link_host="127.0.0.1", chunk_bytes=chunk_bytes, **settings) as trainer:
-            source = Source(tensors)
-            rank = await ThreadRank.join(trainer.directory / "ranks.sock", source, push_timeout)
-            try:
-                sides = (fleet, trainer, rank, way)
-                yield ByCheckpoint(*sides, expected) if way is CHECKPOINT else Both(*sides)
-            finally:
-                await rank.close()
-
-
-def engine(
-    fleet: LocalFleet, engine_id: str, tensors: Mapping[str, torch.Tensor], *, devices: bool = False, **more: Any
-) -> EngineSettings:
-    """`devices`: it is on the rank's."""
-    dtype = DTYPES[next(iter(tensors.values())).dtype]
-    if devices:
-        more |= {"apply": "streaming", "cpu_devices": (0,)}
-    return EngineSettings(
-        engine_id=engine_id,
-        coordinator=fleet.address,
-        run_id=RUN,
-        state_dir=fleet.directory / "engines",
-        backend="memory",
-        memory=MemorySettings(tensors={n: tuple(t.shape) for n, t in tensors.items()}, dtype=dtype),
-        stream_idle_seconds=10.0,
-        **more,
-    )
 
 
 def nothing(step: int) -> dict[str, torch.Tensor]:

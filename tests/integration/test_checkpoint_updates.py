@@ -28,6 +28,7 @@ from tests.support.checkpoint_fleet import (
 )
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LocalFleet, local_fleet
+from tests.support.refusals import ended_by
 from tests.support.writer import LAYOUT, Stream, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, weight_update_pb2
 
@@ -49,15 +50,8 @@ async def opened(fleet: LocalFleet, version: WeightVersion = VERSION, **changed:
 
 async def refused(stream: Stream) -> str:
     """The reason with which it is refused, at its open frame or later."""
-
-    async def read_on() -> None:
-        await stream.send(open=stream._opened)
-        while True:
-            await stream.read()
-
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await read_on()
-    return from_rpc_error(error.value).reason
+    await stream.send(open=stream._opened)
+    return await ended_by(stream)
 
 
 async def commit(stream: Stream, manifest: CheckpointManifest, **changed: Any) -> None:

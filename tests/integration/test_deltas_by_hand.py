@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import pytest
 
 from controlplane.core.errors import InstallFailed
 from controlplane.failpoints import DIRECTORY_VARIABLE
-from controlplane.rpc.errors import from_rpc_error
 from engine_agent.engine import InstallReport, StagedWeights
 from engine_agent.memory.engine import MemoryEngine
 from tests.support.checkpoint_fleet import Person, checkpoint_fleet, keep, routable, start_engine, words_of
@@ -28,6 +25,7 @@ from tests.support.deltas_by_hand import (
     until_ready,
 )
 from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.refusals import reason_of
 from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import fleet_pb2, weight_update_pb2
 
@@ -36,13 +34,6 @@ from weightplane.v1 import fleet_pb2, weight_update_pb2
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
     async with checkpoint_fleet(tmp_path, 1, deltas=True) as running:
         yield running
-
-
-async def reason_of(call: Awaitable[Any]) -> str:
-    """ErrorInfo reason of the error that it is refused with."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return from_rpc_error(error.value).reason
 
 
 async def held(fleet: LocalFleet) -> tuple[Weights, weight_update_pb2.Base]:

@@ -3,55 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
-from controlplane.core import engine_events as events
 from controlplane.core.errors import DeadlineExceeded
 from controlplane.core.sample_spans import PAUSED
 from controlplane.rpc.errors import from_rpc_error
-from engine_agent.life.engine_life import EngineLife
 from engine_agent.memory.engine import MemoryEngine
 from tests.cases.engines import Hand, lay_hands
-from tests.cases.samples import PROMPT, LiveSample
-from tests.support.checkpoint_fleet import checkpoint_fleet
-from tests.support.eventually import PATIENCE_SECONDS, eventually
-from tests.support.local_fleet import RUN, LocalFleet
-from tests.support.writer import Weights
-from weightplane.v1 import (
-    engine_pb2,
-    fleet_pb2,
-    lifecycle_pb2,
-    lifecycle_pb2_grpc,
-    pause_pb2,
-    rollout_pb2,
-    rollout_pb2_grpc,
+from tests.support.eventually import eventually
+from tests.support.holds import kinds_held
+from tests.support.local_fleet import LocalFleet
+from tests.support.one_engine import (
+    ABORT,
+    HELD,
+    KEEP,
+    LONG,
+    WAIT,
+    first_version,
+    is_open,
+    one_engine,
+    pause,
+    resume,
+    sample,
+    told,
 )
-
-KEEP, ABORT, WAIT = pause_pb2.PAUSE_MODE_KEEP, pause_pb2.PAUSE_MODE_ABORT, pause_pb2.PAUSE_MODE_WAIT
-PATIENCE = int(PATIENCE_SECONDS)
-HELD = 20
-"""Tokens at which a sample stands until it is let go."""
-LONG = 1000
-"""Tokens of a request that does not end by itself in a test."""
-
-
-@pytest.fixture
-def lives(monkeypatch: pytest.MonkeyPatch) -> list[EngineLife]:
-    """The engines' lives, as they begin."""
-    begun: list[EngineLife] = []
-    true = EngineLife.__init__
-
-    def init(self: EngineLife, *args: Any, **options: Any) -> None:
-        true(self, *args, **options)
-        begun.append(self)
-
-    monkeypatch.setattr(EngineLife, "__init__", init)
-    return begun
+from tests.support.refusals import reason_of
+from tests.support.writer import Weights
+from weightplane.v1 import fleet_pb2, lifecycle_pb2
 
 
 @pytest.fixture
@@ -61,67 +44,18 @@ def hand(monkeypatch: pytest.MonkeyPatch) -> Hand:
 
 
 @pytest.fixture
-async def fleet(tmp_path: Path, lives: list[EngineLife], hand: Hand) -> AsyncIterator[LocalFleet]:
-    async with checkpoint_fleet(tmp_path, 1, {"seconds_per_token": 0.006, "sleep_seconds": 0.05}) as running:
+async def fleet(tmp_path: Path, hand: Hand) -> AsyncIterator[LocalFleet]:
+    async with one_engine(tmp_path) as running:
         yield running
 
 
 @pytest.fixture
 async def weights(fleet: LocalFleet) -> Weights:
-    """What the fleet serves as version 1."""
-    pushed = Weights()
-    assert (await fleet.push(pushed)).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
-    await eventually(lambda: _is_open(fleet))
-    return pushed
-
-
-async def _is_open(fleet: LocalFleet) -> bool:
-    return (await fleet.status("e0")).gate_open
-
-
-async def sample(fleet: LocalFleet, max_tokens: int, request_id: str = "") -> LiveSample:
-    view = await fleet.engine("e0")
-    stub: Any = rollout_pb2_grpc.RolloutStub(fleet.channel(view.endpoint))
-    request = rollout_pb2.GenerateRequest(
-        run_id=RUN,
-        model="policy",
-        request_id=request_id,
-        prompt_token_ids=PROMPT,
-        sampling=rollout_pb2.SamplingParams(max_tokens=max_tokens),
-    )
-    request.wait.FromSeconds(PATIENCE)
-    return LiveSample(stub.Generate(request, timeout=2 * PATIENCE))
-
-
-async def told(fleet: LocalFleet, method: str, request: Any, **fields: Any) -> Any:
-    """The answer of one Lifecycle call, in the name of `ann`."""
-    view = await fleet.engine("e0")
-    stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
-    return await getattr(stub, method)(request(run_id=RUN, engine=view.status.engine, **fields), timeout=PATIENCE)
-
-
-async def pause(fleet: LocalFleet, **how: Any) -> lifecycle_pb2.PauseGenerationResponse:
-    answer = await told(fleet, "PauseGeneration", lifecycle_pb2.PauseGenerationRequest, owner="ann", **how)
-    assert isinstance(answer, lifecycle_pb2.PauseGenerationResponse)
-    return answer
-
-
-async def resume(fleet: LocalFleet) -> None:
-    await told(fleet, "ResumeGeneration", lifecycle_pb2.ResumeGenerationRequest, owner="ann")
+    return await first_version(fleet)
 
 
 async def flush(fleet: LocalFleet) -> None:
     await told(fleet, "FlushCache", lifecycle_pb2.FlushCacheRequest)
-
-
-async def reason_of(call: Awaitable[Any]) -> str:
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await call
-    return from_rpc_error(refused.value).reason
-
-
-def holds_of(status: engine_pb2.EngineStatus) -> set[str]:
-    return {engine_pb2.HoldKind.Name(h.kind).removeprefix("HOLD_KIND_") for h in status.holds}
 
 
 # ---- pause --------------------------------------------------------------------------------------
@@ -141,7 +75,7 @@ async def test_abort_ends_each_request_with_the_spans_of_its_tokens(fleet: Local
         await one.has(5)
     answer = await pause(fleet, mode=ABORT)
     assert answer.aborted_requests == 3
-    assert holds_of(answer.status) == {"OPERATOR"}
+    assert kinds_held(answer.status) == {"OPERATOR"}
     for one in samples:
         assert (await one.reason(), (await one.end()).stop_reason) == ("ABORT", PAUSED)
         assert await one.checked_spans({1: weights})
@@ -158,7 +92,7 @@ async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: 
     outside = await sample(fleet, 5)
     hand.limit_samples(None)
     answer = await pausing
-    assert (answer.aborted_requests, holds_of(answer.status)) == (0, {"OPERATOR"})
+    assert (answer.aborted_requests, kinds_held(answer.status)) == (0, {"OPERATOR"})
     assert await one.reason() == "LENGTH"
     assert outside.stamps == []
     await resume(fleet)
@@ -166,7 +100,7 @@ async def test_wait_lets_requests_end_and_nobody_in(fleet: LocalFleet, weights: 
 
 
 async def _held(fleet: LocalFleet, kind: str) -> bool:
-    return kind in holds_of(await fleet.status("e0"))
+    return kind in kinds_held(await fleet.status("e0"))
 
 
 @pytest.mark.parametrize(("fallback", "aborted"), [(ABORT, 1), (KEEP, 0)], ids=["abort", "keep"])
@@ -178,7 +112,7 @@ async def test_a_wait_that_is_too_long_ends_as_was_said(
     request = lifecycle_pb2.PauseGenerationRequest()
     request.wait_limit.FromMilliseconds(200)
     answer = await pause(fleet, mode=WAIT, wait_limit=request.wait_limit, fallback=fallback)
-    assert (answer.aborted_requests, holds_of(answer.status)) == (aborted, {"OPERATOR"})
+    assert (answer.aborted_requests, kinds_held(answer.status)) == (aborted, {"OPERATOR"})
     assert one.running is not bool(aborted) or await one.reason() == "ABORT"
 
 
@@ -194,7 +128,7 @@ async def test_an_update_comes_while_requests_are_let_finish_and_they_go_on_unde
     count = len(one.stamps)
     await one.has(count + 5)
     await resume(fleet)
-    assert holds_of((await pausing).status) == set()
+    assert kinds_held((await pausing).status) == set()
     await told(fleet, "AbortRequests", lifecycle_pb2.AbortRequestsRequest)
     spans = await one.checked_spans({1: weights, 2: second})
     assert [number for number, _, _ in spans] == [1, 2]
@@ -202,7 +136,7 @@ async def test_an_update_comes_while_requests_are_let_finish_and_they_go_on_unde
 
 async def test_what_follows_a_wait_is_no_other_wait(fleet: LocalFleet, weights: Weights) -> None:
     assert await reason_of(pause(fleet, mode=WAIT, fallback=WAIT)) == "INVALID_REQUEST"
-    assert await _is_open(fleet)
+    assert await is_open(fleet)
 
 
 async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, weights: Weights, hand: Hand) -> None:
@@ -215,7 +149,7 @@ async def test_who_stops_waiting_for_a_pause_does_not_end_it(fleet: LocalFleet, 
     hand.limit_samples(None)
     assert await one.reason() == "LENGTH"
     await eventually(lambda: _held(fleet, "OPERATOR"))
-    assert holds_of(await fleet.status("e0")) == {"OPERATOR"}
+    assert kinds_held(await fleet.status("e0")) == {"OPERATOR"}
 
 
 # ---- requests -----------------------------------------------------------------------------------
@@ -288,7 +222,7 @@ async def test_a_flush_opens_no_gate(fleet: LocalFleet, weights: Weights, cleari
     await pause(fleet)
     await flush(fleet)
     assert clearings == [True]
-    assert not await _is_open(fleet)
+    assert not await is_open(fleet)
 
 
 async def test_a_draining_engines_requests_go_on_after_a_flush_also_under_a_version_of_yesterday(
@@ -304,99 +238,3 @@ async def test_a_draining_engines_requests_go_on_after_a_flush_also_under_a_vers
 async def test_an_engine_that_sleeps_has_no_cache_to_flush(fleet: LocalFleet, weights: Weights) -> None:
     await told(fleet, "Sleep", lifecycle_pb2.SleepRequest, owner="ann", level=1)
     assert await reason_of(flush(fleet)) == "ENGINE_ASLEEP"
-
-
-# ---- what an update does to requests ------------------------------------------------------------
-
-
-async def updated(fleet: LocalFleet, policy: pause_pb2.PausePolicy) -> fleet_pb2.UpdateState:
-    """A push whose writer says what becomes of requests."""
-    begun, weights = await fleet.begin(), Weights()
-    stream = fleet.stream(begun, "e0", pause=policy)
-    await stream.until_ready(weights)
-    await fleet.go(begun.update_id)
-    await stream.commit(weights)
-    return await fleet.decided(begun.update_id)
-
-
-async def test_an_update_may_end_the_requests_in_the_engine_with_what_they_have(
-    fleet: LocalFleet, weights: Weights
-) -> None:
-    running = await sample(fleet, LONG)
-    await running.has(3)
-    await updated(fleet, pause_pb2.PausePolicy(mode=ABORT))
-    assert await running.reason() == "ABORT"
-    spans = await running.checked_spans({1: weights})
-    assert [number for number, _, _ in spans] == [1]
-
-
-async def test_an_update_may_wait_for_requests_to_end_under_the_version_that_they_began_with(
-    fleet: LocalFleet, weights: Weights
-) -> None:
-    running = await sample(fleet, 100)
-    await running.has(3)
-    state = await updated(fleet, pause_pb2.PausePolicy(mode=WAIT))
-    assert state.version.number == 2
-    assert await running.reason() == "LENGTH"
-    assert [number for number, _, _ in await running.checked_spans({1: weights})] == [1]
-
-
-async def test_requests_that_take_longer_than_an_update_waits_are_kept_or_aborted_as_it_says(
-    fleet: LocalFleet, weights: Weights
-) -> None:
-    running = await sample(fleet, LONG)
-    await running.has(3)
-    policy = pause_pb2.PausePolicy(mode=WAIT, fallback=ABORT)
-    policy.wait_limit.FromMilliseconds(50)
-    state = await updated(fleet, policy)
-    assert state.phase == fleet_pb2.UPDATE_PHASE_COMMITTED
-    assert await running.reason() == "ABORT"
-    status = await fleet.status("e0")
-    assert status.update.timings.wait.ToMilliseconds() >= 50
-
-
-async def test_nobody_enters_while_an_update_waits(fleet: LocalFleet, weights: Weights, hand: Hand) -> None:
-    hand.limit_samples(HELD)
-    running = await sample(fleet, 200)
-    await running.has(3)
-    update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
-    await eventually(lambda: _installs(fleet))
-    late = await sample(fleet, 2)
-    hand.limit_samples(None)
-    assert (await update).version.number == 2
-    assert await late.reason() == "LENGTH"
-    assert late.numbers == [2, 2]
-
-
-async def _installs(fleet: LocalFleet) -> bool:
-    return (await fleet.status("e0")).update.stage == engine_pb2.UPDATE_STAGE_INSTALLING
-
-
-async def test_inv4_what_is_found_poisoned_while_an_update_waits_makes_no_token_more(
-    fleet: LocalFleet, weights: Weights, lives: list[EngineLife]
-) -> None:
-    running = await sample(fleet, LONG)
-    await running.has(3)
-    update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
-    await eventually(lambda: _installs(fleet))
-    lives[-1].apply(events.SpansDisagreed("a test says so"))
-    assert (await update).version.number == 2
-    assert await running.reason() == "ABORT"
-
-
-async def test_an_operators_pause_ends_the_wait_of_an_update(fleet: LocalFleet, weights: Weights) -> None:
-    running = await sample(fleet, LONG)
-    await running.has(3)
-    update = asyncio.create_task(updated(fleet, pause_pb2.PausePolicy(mode=WAIT)))
-    await eventually(lambda: _installs(fleet))
-    await pause(fleet, mode=KEEP)
-    assert (await update).version.number == 2
-    assert running.running
-
-
-async def test_an_update_that_would_wait_longer_than_its_fleet_is_refused(fleet: LocalFleet, weights: Weights) -> None:
-    policy = pause_pb2.PausePolicy(mode=WAIT)
-    policy.wait_limit.FromSeconds(91)
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await updated(fleet, policy)
-    assert "waits 90 s for requests at most, not 91" in str(from_rpc_error(error.value))

@@ -13,8 +13,8 @@ from controlplane.core import errors as e
 from controlplane.core.sampling import SamplingSettings
 from controlplane.core.versions import Term, WeightVersion
 from controlplane.rollout.client import RolloutClient
-from tests.integration.test_fleet_commands import weightplane
 from tests.support.checkpoint_fleet import checkpoint_fleet, keep, routable, start_engine, words_of
+from tests.support.command_line import weightplane
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
 from tests.support.writer import Weights

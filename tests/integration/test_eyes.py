@@ -48,6 +48,7 @@ async def test_a_push_is_seen_by_one_id_in_all_logs_and_in_everybodys_metrics(tm
     told = logged(lines, update_id)
     assert {"record_written"} <= told, "the coordinator"
     assert {"push_began", "push_ended"} <= told, "the trainer agent"
+    assert [line for line in lines if line["event"] == "push_ended" and "reason" in line] == [], "it went well"
     assert {"weights_applied"} <= told, "the engine agents"
 
 

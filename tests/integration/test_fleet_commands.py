@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
-import os
-import sys
 from collections.abc import AsyncIterator
 from functools import partial
 from pathlib import Path
@@ -21,6 +18,7 @@ from controlplane.core import errors as e
 from controlplane.exit_codes import ExitCode
 from controlplane.rpc.channels import open_channel
 from controlplane.rpc.server import start_server
+from tests.support.command_line import weightplane
 from tests.support.engine_by_hand import engine_that_says
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import LocalFleet
@@ -30,19 +28,6 @@ from tests.support.toy_trainer import fleet_for_toys, start_engine, toy_trainer
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc, operator_pb2, operator_pb2_grpc
 
 pytestmark = pytest.mark.timeout(400)
-
-
-async def weightplane(fleet: LocalFleet, *words: str) -> tuple[int, str, str]:
-    """Exit code, standard output and standard error."""
-    pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "controlplane.cli.main", *words, "--coordinator", fleet.address),
-        stdout=pipe,
-        stderr=pipe,
-        env=os.environ | {"NO_COLOR": "1", "TERM": "dumb"},
-    )
-    out, err = await asyncio.wait_for(process.communicate(), 120)
-    return process.returncode or 0, out.decode(), err.decode()
 
 
 async def push(fleet: LocalFleet, root: Path, steps: int) -> None:

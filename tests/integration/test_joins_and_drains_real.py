@@ -21,9 +21,9 @@ import pytest
 
 from controlplane.cli import engine_orders as orders
 from controlplane.rollout.client import RolloutClient
-from tests.integration.test_joins_and_drains import moved_on, sample_on, served, serves
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
+from tests.support.moving_fleet import moved_on, sample_on, served, serves
 from tests.support.reference import Reference
 from tests.support.samples import greedy
 from tests.support.tiny_model import make_tiny_model

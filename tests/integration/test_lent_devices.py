@@ -13,10 +13,10 @@ import pytest
 from controlplane.cli import engine_orders as orders
 from controlplane.cli.ending import CommandFailed
 from controlplane.devices import cpu_device_uuid
-from tests.integration.test_time_sharing import Toy, holds
 from tests.support.eventually import eventually
+from tests.support.holds import holds
 from tests.support.local_fleet import RUN, LocalFleet
-from tests.support.thread_rank import ThreadRank
+from tests.support.thread_rank import ThreadRank, Toy
 from tests.support.toy_trainer import EngineProcess, ToyTrainer, fleet_for_toys, toy_trainer
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc, operator_pb2
 

@@ -26,6 +26,7 @@ from tests.support.checkpoint_fleet import (
 )
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
+from tests.support.refusals import reason_of
 from tests.support.writer import LAYOUT, Weights
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 
@@ -34,13 +35,6 @@ from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 async def fleet(tmp_path: Path) -> AsyncIterator[LocalFleet]:
     async with checkpoint_fleet(tmp_path, 1, {"seconds_per_token": 0.002, "sleep_seconds": 0.2}) as running:
         yield running
-
-
-async def reason_of(call: Awaitable[Any]) -> str:
-    """ErrorInfo reason of the error that it is refused with."""
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await call
-    return from_rpc_error(error.value).reason
 
 
 async def open_reason(fleet: LocalFleet, **changed: Any) -> str:

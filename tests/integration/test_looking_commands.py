@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from controlplane.exit_codes import ExitCode
-from tests.integration.test_fleet_commands import weightplane
+from tests.support.command_line import weightplane
 from tests.support.eventually import eventually
 from tests.support.local_fleet import local_fleet
 from tests.support.writer import Weights

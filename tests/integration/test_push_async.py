@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from controlplane.exit_codes import ExitCode
-from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.engine import InstallReport, StagedWeights
 from engine_agent.life.engine_life import EngineLife
 from engine_agent.memory.engine import MemoryEngine
@@ -42,14 +41,6 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> Installs:
 
     monkeypatch.setattr(MemoryEngine, "install", when_let)
     return held
-
-
-@pytest.fixture
-def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    directory = tmp_path / "failpoints"
-    directory.mkdir()
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
-    return directory
 
 
 async def test_training_goes_on_while_engines_install_and_what_was_pushed_is_what_they_get(

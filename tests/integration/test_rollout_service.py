@@ -20,6 +20,7 @@ from tests.cases.engines import Hands
 from tests.cases.fleet import CaseFleet, case_fleet
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.local_fleet import RUN
+from tests.support.refusals import refusal
 from tests.support.writer import Weights
 from weightplane.v1 import fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, rollout_pb2, rollout_pb2_grpc, version_pb2
 
@@ -66,14 +67,6 @@ async def collect(call: Any) -> dict[int, tuple[list[int], rollout_pb2.Finish]]:
     except grpc.aio.AioRpcError as error:
         raise from_rpc_error(error) from error
     return found
-
-
-async def refusal(call: Any) -> e.WeightplaneError:
-    try:
-        await call
-    except grpc.aio.AioRpcError as error:
-        return from_rpc_error(error)
-    raise AssertionError("it was not refused")
 
 
 async def test_n_samples_of_one_prompt_come_with_their_index_and_their_spans(fleet: CaseFleet, hands: Hands) -> None:

@@ -2,74 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
 import signal
-import sys
-from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from controlplane.exit_codes import ExitCode
-from controlplane.failpoints import DIRECTORY_VARIABLE
-from controlplane.processes import descendants, start_time
+from controlplane.processes import start_time
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN, LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, segments
+from tests.support.trainer_process import TOY, Trainer, events, start_python
 
 pytestmark = pytest.mark.timeout(400)
-
-TOY = Path(__file__).parents[1] / "support" / "toy_rank.py"
-ROOT = Path(__file__).parents[2]
-
-
-class Trainer:
-    """`run_trainer` in a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-
-    @classmethod
-    async def start(
-        cls, fleet: LocalFleet, script: Script, *, max_restarts: int = 1, failpoints: Path | None = None
-    ) -> Trainer:
-        code = (
-            "import asyncio, sys; from pathlib import Path;"
-            "from trainer_agent.agent import TrainerSettings, run_trainer;"
-            f"settings = TrainerSettings(coordinator={fleet.address!r}, nproc_per_node=2,"
-            f" max_restarts={max_restarts}, stop_seconds=15.0, state_dir=Path({str(fleet.directory / 'trainer')!r}));"
-            f"sys.exit(asyncio.run(run_trainer(settings, [{str(TOY)!r}, {json.dumps(asdict(script))!r}])))"
-        )
-        return cls(await _start(["-c", code], {DIRECTORY_VARIABLE: str(failpoints)} if failpoints else {}))
-
-    async def finish(self, within: float = 200.0) -> tuple[int, list[dict[str, Any]]]:
-        """Exit code, and what its ranks said."""
-        out, _ = await asyncio.wait_for(self.process.communicate(), within)
-        lines = []
-        for line in out.decode().splitlines():
-            with suppress(json.JSONDecodeError):
-                lines.append(json.loads(line))
-        return self.process.returncode or 0, lines
-
-    def below(self) -> list[int]:
-        return descendants(self.process.pid)
-
-
-async def _start(arguments: list[str], environment: Mapping[str, str]) -> asyncio.subprocess.Process:
-    whole = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'protos'}", **environment}
-    return await asyncio.create_subprocess_exec(
-        sys.executable, *arguments, stdout=asyncio.subprocess.PIPE, env=whole, cwd=ROOT
-    )
-
-
-def events(lines: list[dict[str, Any]], event: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["event"] == event]
 
 
 async def until_served(fleet: LocalFleet) -> None:
@@ -161,7 +109,7 @@ async def test_ranks_of_plain_torchrun_share_one_spawned_agent(tmp_path: Path) -
     async with fleet_for_toys(tmp_path) as fleet:
         script = json.dumps(asdict(Script(steps=2, init_group=True, coordinator=fleet.address)))
         arguments = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(TOY), script]
-        trainer = Trainer(await _start(arguments, {}))
+        trainer = Trainer(await start_python(arguments, {}))
         code, lines = await trainer.finish()
         assert code == 0
         assert len(events(lines, "pushed")) == 4
@@ -173,7 +121,7 @@ async def test_ranks_that_cannot_tell_each_other_the_socket_are_told_what_to_do(
     async with fleet_for_toys(tmp_path, engines=0) as fleet:
         script = json.dumps(asdict(Script(coordinator=fleet.address)))
         environment = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
-        code, lines = await Trainer(await _start([str(TOY), script], environment)).finish()
+        code, lines = await Trainer(await start_python([str(TOY), script], environment)).finish()
         assert code == 0
         assert events(lines, "refused")[0]["reason"] == "INVALID_REQUEST"
         assert "weightplane trainer" in str(events(lines, "refused")[0]["text"])

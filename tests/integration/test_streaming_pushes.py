@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from controlplane.failpoints import DIRECTORY_VARIABLE
 from engine_agent.memory.engine import MemoryEngine
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
@@ -17,15 +16,6 @@ from tests.support.toy_trainer import fleet_for_toys, segments, start_engine, to
 from weightplane.v1 import engine_pb2, operator_pb2, operator_pb2_grpc, weight_update_pb2
 
 pytestmark = pytest.mark.timeout(400)
-
-
-@pytest.fixture
-def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of armed points: write a file of the point's name."""
-    directory = tmp_path / "failpoints"
-    directory.mkdir()
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
-    return directory
 
 
 def installing(engines: list[MemoryEngine]) -> bool:

@@ -19,8 +19,9 @@ from controlplane.devices import cpu_device_uuid
 from controlplane.rpc.errors import from_rpc_error
 from tests.support.device_memory import AccountingEngine, DeviceMemory
 from tests.support.eventually import eventually
+from tests.support.holds import holds
 from tests.support.local_fleet import RUN, LocalFleet
-from tests.support.thread_rank import Source, ThreadRank
+from tests.support.thread_rank import Source, ThreadRank, Toy
 from tests.support.toy_trainer import ToyTrainer, fleet_for_toys, start_engine, toy_trainer
 from weightplane.v1 import engine_pb2, lifecycle_pb2, lifecycle_pb2_grpc
 
@@ -51,19 +52,8 @@ async def shared(
         yield fleet, trainer, device
 
 
-class Toy(Source):
-    """What the toys' engines expect."""
-
-    def ties(self) -> Sequence[tuple[str, str]]:
-        return [("tied", "embed")]
-
-
 async def joined(trainer: ToyTrainer, source: Source | None = None) -> ThreadRank:
     return await ThreadRank.join(trainer.directory / "ranks.sock", source or Toy())
-
-
-def holds(status: engine_pb2.EngineStatus) -> set[tuple[str, str]]:
-    return {(engine_pb2.HoldKind.Name(h.kind).removeprefix("HOLD_KIND_"), h.owner) for h in status.holds}
 
 
 class Model:

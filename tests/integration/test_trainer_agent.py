@@ -14,7 +14,6 @@ import pytest
 
 from controlplane.devices import cpu_device_uuid
 from controlplane.exit_codes import ExitCode
-from controlplane.failpoints import DIRECTORY_VARIABLE
 from tests.support.eventually import eventually
 from tests.support.local_fleet import RUN
 from tests.support.obedient import ObedientRanks
@@ -32,15 +31,6 @@ from weightplane.v1 import engine_pb2
 pytestmark = pytest.mark.timeout(400)
 PROMPTLY = 20.0
 """Seconds; what would notice otherwise (an operation of gloo, the end of a forked child) comes after 30."""
-
-
-@pytest.fixture
-def failpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The directory of armed points: write a file of the point's name."""
-    directory = tmp_path / "failpoints"
-    directory.mkdir()
-    monkeypatch.setenv(DIRECTORY_VARIABLE, str(directory))
-    return directory
 
 
 async def codes(ranks: list[RankProcess]) -> list[int]:

@@ -13,12 +13,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from controlplane.exit_codes import ExitCode
-from tests.integration.test_run_trainer import Trainer, events
 from tests.support.engine_by_hand import engine_that_says
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
+from tests.support.trainer_process import Trainer, events
 from weightplane.v1 import engine_pb2, operator_pb2, operator_pb2_grpc, version_pb2
 
 pytestmark = pytest.mark.timeout(400)

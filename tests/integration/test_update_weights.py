@@ -17,33 +17,17 @@ from engine_agent.memory.engine import token_of, weights_of
 from engine_agent.services.releases import MAX_HELD
 from tests.cases.engines import Hands, lay_hands
 from tests.support.eventually import eventually
-from tests.support.local_fleet import RUN, LocalFleet, local_fleet
+from tests.support.local_fleet import LocalFleet, local_fleet
 from tests.support.ports import free_port
-from tests.support.writer import LAYOUT, Stream, Weights
-from weightplane.v1 import engine_pb2, fleet_pb2, lifecycle_pb2, lifecycle_pb2_grpc, version_pb2, weight_update_pb2
-
-
-@pytest.fixture
-def hands(monkeypatch: pytest.MonkeyPatch) -> Hands:
-    return lay_hands(monkeypatch)
+from tests.support.refusals import ended_by
+from tests.support.writer import LAYOUT, Weights
+from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
 
 
 @pytest.fixture
 async def fleet(tmp_path: Path, hands: Hands) -> AsyncIterator[LocalFleet]:
     async with local_fleet(tmp_path, seconds_per_token=0.002) as running:
         yield running
-
-
-async def refused(stream: Stream) -> str:
-    """Read until the stream is ended by an error; its reason."""
-
-    async def read_on() -> None:
-        while True:
-            await stream.read()
-
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await read_on()
-    return from_rpc_error(error.value).reason
 
 
 async def test_three_pushes_reach_both_engines_with_their_versions(fleet: LocalFleet) -> None:
@@ -93,7 +77,7 @@ async def test_silence_on_an_open_stream_is_an_abort(tmp_path: Path) -> None:
     async with local_fleet(tmp_path, engines=1, stream_idle_seconds=0.5) as fleet:
         stream = fleet.stream(await fleet.begin(), "e0")
         await stream.open()
-        assert await refused(stream) == "UPDATE_ABORTED"
+        assert await ended_by(stream) == "UPDATE_ABORTED"
 
 
 async def test_inv4_after_the_commit_frame_the_agent_owns_the_install(
@@ -161,7 +145,7 @@ async def test_an_open_frame_that_is_wrong_is_refused_before_anything_is_touched
     await stream.send(open=stream._opened)
     if reason == "LAYOUT_UNKNOWN":
         await stream.layout()
-    assert await refused(stream) == reason
+    assert await ended_by(stream) == reason
     assert await fleet.applied("e0") == 1
 
 
@@ -185,7 +169,7 @@ async def test_m3_bytes_that_are_not_what_the_sender_said_are_refused(fleet: Loc
             buffers=[{"inline": wrong.parts[0]}],  # type: ignore[list-item]
         )
     )
-    assert await refused(stream) == "CHECKSUM_MISMATCH"
+    assert await ended_by(stream) == "CHECKSUM_MISMATCH"
     assert await fleet.applied("e0") == 1
 
 
@@ -194,7 +178,7 @@ async def test_v5_a_commit_that_states_other_counts_is_refused(fleet: LocalFleet
     stream = fleet.stream(await fleet.begin(), "e0")
     await stream.until_ready(weights)
     await stream.commit(weights, chunk_count=3)
-    assert await refused(stream) == "BYTE_COUNT_MISMATCH"
+    assert await ended_by(stream) == "BYTE_COUNT_MISMATCH"
 
 
 async def test_inv7_a_zombie_is_refused_by_coordinator_and_agent(fleet: LocalFleet) -> None:
@@ -202,11 +186,11 @@ async def test_inv7_a_zombie_is_refused_by_coordinator_and_agent(fleet: LocalFle
     old_term, stream = fleet.term, fleet.stream(begun, "e0")
     await stream.until_ready(weights)
     await fleet.take_lease(takeover=True, trainer_id="successor")
-    assert await refused(stream) == "STALE_TERM"
+    assert await ended_by(stream) == "STALE_TERM"
     assert (await fleet.decided(begun.update_id)).phase == fleet_pb2.UPDATE_PHASE_FAILED
     direct = fleet.stream(begun, "e0", writer_term=old_term)
     await direct.send(open=direct._opened)
-    assert await refused(direct) == "STALE_TERM"
+    assert await ended_by(direct) == "STALE_TERM"
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
 
 
@@ -229,80 +213,6 @@ async def test_p1_a_failure_inside_an_install_poisons_that_engine_and_the_next_p
     assert (await fleet.generate(other, 3))[1] == [(2, 0, 3)]
     assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
     assert (await fleet.generate(failed[0], 3))[1] == [(3, 0, 3)]
-
-
-async def test_r4_samples_cut_by_poison_end_with_the_spans_they_have(
-    fleet: LocalFleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await fleet.push(Weights())
-    samples = [asyncio.create_task(fleet.generate(e, 4000)) for e in ("e0", "e1")]
-
-    async def both_run() -> bool:
-        return all([(await fleet.status(e)).live_requests for e in ("e0", "e1")])
-
-    await eventually(both_run)
-    monkeypatch.setenv(failpoints.DIRECTORY_VARIABLE, str(tmp_path))
-    (tmp_path / "worker.install").write_text("raise")
-    state = await fleet.push(Weights())
-    poisoned = next(o.engine.engine_id for o in state.engines if o.stage == engine_pb2.UPDATE_STAGE_FAILED)
-    tokens, spans, reason = await samples[("e0", "e1").index(poisoned)]
-    assert reason == "FINISH_REASON_ABORT"
-    assert spans == [(1, 0, len(tokens))]
-    for sample in samples:
-        sample.cancel()
-
-
-async def test_inv11_live_samples_cross_a_border_at_the_quiesced_token(hands: Hands, fleet: LocalFleet) -> None:
-    await fleet.push(Weights())
-    for engine_id in ("e0", "e1"):
-        hands[engine_id].limit_samples(250)
-    samples = [asyncio.create_task(fleet.generate(e, 300)) for e in ("e0", "e1") * 8]
-
-    async def all_run() -> bool:
-        return [(await fleet.status(e)).live_requests for e in ("e0", "e1")] == [8, 8]
-
-    await eventually(all_run)
-    await fleet.push(Weights())
-    for hand in hands.values():
-        hand.limit_samples(None)
-    for tokens, spans, reason in await asyncio.gather(*samples):
-        assert reason == "FINISH_REASON_LENGTH"
-        assert len(tokens) == 300
-        assert [s[0] for s in spans] == [1, 2]
-        assert spans[0][2] == spans[1][1]
-        assert (spans[0][1], spans[1][2]) == (0, 300)
-
-
-async def test_v2_an_update_to_a_paused_engine_is_applied_and_stays_paused(fleet: LocalFleet) -> None:
-    view = await fleet.engine("e0")
-    stub = lifecycle_pb2_grpc.LifecycleStub(fleet.channel(view.endpoint))
-    fence = {"run_id": RUN, "engine": view.status.engine, "owner": "me"}
-    await stub.PauseGeneration(lifecycle_pb2.PauseGenerationRequest(**fence))  # type: ignore[arg-type]
-    assert (await fleet.push(Weights())).phase == fleet_pb2.UPDATE_PHASE_COMMITTED
-    status = await fleet.status("e0")
-    assert (status.applied.number, status.word, status.gate_open) == (1, "held", False)
-    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=60))
-
-    async def one_waits() -> bool:
-        return (await fleet.status("e0")).live_requests == 0 and not waiting.done()
-
-    await eventually(one_waits)
-    await stub.ResumeGeneration(lifecycle_pb2.ResumeGenerationRequest(**fence))  # type: ignore[arg-type]
-    assert (await waiting)[1] == [(1, 0, 3)]
-
-
-async def test_a_pin_that_is_not_met_is_refused_with_both_versions(fleet: LocalFleet) -> None:
-    await fleet.push(Weights())
-    with pytest.raises(grpc.aio.AioRpcError) as error:
-        await fleet.generate("e0", 3, min_version=version_pb2.WeightVersion(term=1, number=9), wait=0.1)
-    refusal = from_rpc_error(error.value)
-    assert (refusal.reason, refusal.metadata()) == ("VERSION_UNAVAILABLE", {"wanted": "1.9 or later", "applied": "1.1"})
-
-
-async def test_requests_wait_outside_the_gate_for_the_first_version(fleet: LocalFleet) -> None:
-    waiting = asyncio.create_task(fleet.generate("e0", 3, wait=60))
-    await fleet.push(Weights())
-    assert (await waiting)[1] == [(1, 0, 3)]
 
 
 async def test_l1_l2_a_replacement_is_unset_and_unrouted_until_the_next_push(fleet: LocalFleet) -> None:

@@ -14,10 +14,10 @@ from engine_agent.openai_door import router as registration
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
 from tests.support.door_app import app_over
+from tests.support.door_world import World, made
 from tests.support.eventually import eventually
 from tests.support.ports import free_port
 from tests.support.vllm_router import vllm_router
-from tests.unit.test_openai_door import World, made
 
 pytestmark = pytest.mark.slow
 

@@ -12,6 +12,7 @@ from controlplane.core.plan import EnginePlace, LinkFate, RankPlace
 from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.update_transaction import UpdateTransaction
 from controlplane.core.versions import (
+    FROZEN,
     DeviceUuid,
     EngineId,
     Incarnation,
@@ -161,3 +162,20 @@ def two_engines() -> tuple[Fleet, dict[str, int]]:
     engines = {name: f.engine(name) for name in ("e0", "e1")}
     f.trainer()
     return f, engines
+
+
+def hello(
+    session: int,
+    name: str = "e0",
+    *,
+    term: int = 0,
+    coordinator_term: int = 0,
+    number: int = 0,
+    frozen: bytes | None = None,
+    model: ModelName = POLICY,
+) -> events.EngineConnected:
+    state = EngineState(RUN, model, EngineId(name), Incarnation("i"), Life.RUNNING)
+    if frozen is not None:
+        state = replace(state, frozen=True, weights=Held(FROZEN, frozen))
+    place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", (DeviceUuid(name),))
+    return events.EngineConnected(session, place, state, False, (), Term(term), Term(coordinator_term), number)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -11,7 +12,17 @@ from controlplane.rollout.client import RolloutClient
 from controlplane.rollout.sample import Sample
 from controlplane.rpc.server import RunningServer
 from tests.support.eventually import PATIENCE_SECONDS
-from tests.support.fake_fleet import FakeEngine, Script, finish, new_fleet, says, serve_engine, serve_fleet, tokens
+from tests.support.fake_fleet import (
+    FakeEngine,
+    Script,
+    finish,
+    new_fleet,
+    says,
+    serve_engine,
+    serve_fleet,
+    tokens,
+)
+from weightplane.v1 import rollout_pb2
 
 PROMPT = [1, 2, 3]
 SAMPLING = SamplingSettings(max_tokens=8)
@@ -43,3 +54,15 @@ class World:
 
     async def generate(self, **options: Any) -> Sample:
         return await self.client.generate(PROMPT, SAMPLING, **options)
+
+
+def first_then(first: Script, then: Script) -> Script:
+    """The first request is answered by one script, those after it by another."""
+    asked = []
+
+    async def script(request: rollout_pb2.GenerateRequest) -> AsyncIterator[rollout_pb2.GenerateResponse]:
+        asked.append(request)
+        async for response in (first if len(asked) == 1 else then)(request):
+            yield response
+
+    return script

@@ -91,3 +91,10 @@ def tokens_of(tensors: Mapping[str, torch.Tensor], count: int) -> list[int]:
     digests = {n: hashlib.sha256(t.contiguous().numpy().tobytes()).digest() for n, t in tensors.items()}
     weights = weights_of(digests)
     return [token_of(weights, PROMPT, position, VOCABULARY) for position in range(count)]
+
+
+class Toy(Source):
+    """What the toys' engines expect."""
+
+    def ties(self) -> Sequence[tuple[str, str]]:
+        return [("tied", "embed")]

@@ -35,3 +35,13 @@ def test_what_the_page_names_is_there(place: tuple[str, str]) -> None:
     assert path.exists()
     missing = [name for name in names if not re.search(rf"(def|class) {name}\b", path.read_text())]
     assert missing == []
+
+
+def test_no_module_of_tests_takes_from_another_what_both_need() -> None:
+    """That lies in tests/support, or beside them: else one module's change breaks tests of another."""
+    taken = re.compile(
+        r"^ *(?:from tests\.[\w.]*\btest_\w+ import|from tests\.\w+ import test_\w+|import tests\.[\w.]*\btest_)", re.M
+    )
+    files = list((ROOT / "tests").rglob("*.py"))
+    assert [str(f.relative_to(ROOT)) for f in files if taken.search(f.read_text())] == []
+    assert taken.search("from tests.unit.test_plan import made"), "it would be seen"

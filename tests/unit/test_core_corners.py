@@ -16,8 +16,7 @@ from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.core.pauses import MAX_INSTALL_WAIT_SECONDS, PauseMode, PausePolicy
 from controlplane.core.pins import Pin
 from controlplane.core.versions import EngineId, Term, UpdateId
-from tests.support.engine_core import LAYOUT, Agent, version
-from tests.unit.test_engine_streaming import Streaming
+from tests.support.engine_core import LAYOUT, Agent, Streaming, version
 
 
 def opened() -> Agent:

@@ -11,19 +11,10 @@ from controlplane.core import errors as e
 from controlplane.core.engine_state import Held, Hold, HoldKind, Residency, Stage, Timings, Unset
 from controlplane.core.layout import content_digest
 from controlplane.core.versions import FROZEN, Term
-from tests.support.engine_core import Agent, checksums, version
+from tests.support.engine_core import Agent, asleep, checksums, version
 
 DRAIN = Hold(HoldKind.DRAINING, "ann")
 DIGEST = content_digest(checksums(1))
-
-
-def asleep(level: int = 1, *, owner: str = "trainer") -> Agent:
-    """An engine that serves version 1, put to sleep."""
-    agent = Agent()
-    agent.apply(1)
-    agent.welcome(1, version(1))
-    agent.handle(events.SleepRequested(owner, level))
-    return agent
 
 
 def starts(effects: list[fx.Effect]) -> list[fx.Effect]:

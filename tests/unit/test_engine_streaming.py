@@ -7,46 +7,9 @@ import pytest
 from controlplane.core import engine_effects as fx
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
-from controlplane.core.assembly import Record
-from controlplane.core.engine_core import DELTA
 from controlplane.core.engine_state import Held, Hold, HoldKind, KeptBase, Poisoned, Stage, Timings
-from controlplane.core.engine_streaming import STREAMING
 from controlplane.core.layout import content_digest
-from tests.support.engine_core import LAYOUT, Agent, checksums, version
-
-CAPABILITIES = frozenset({STREAMING, DELTA})
-
-
-class Streaming(Agent):
-    """An agent whose engine holds and serves version 1, and the frames of a streaming update to version 2."""
-
-    def __init__(self) -> None:
-        super().__init__(capabilities=CAPABILITIES)
-        self.apply(1)
-        self.welcome(1, version(1))
-
-    def admit(self, number: int = 2, *, stream: int = 2, term: int = 1) -> None:
-        self.open(number, stream=stream, term=term, streaming=True)
-        self.handle(events.StreamAdmitted(stream))
-
-    def part(self, tensor: int, number: int = 2, *, stream: int = 2) -> list[fx.Effect]:
-        record = [Record(0, 0, 0, 16, checksums(5)[0]), Record(1, 0, 0, 12, checksums(5)[1])][tensor]
-        return self.handle(events.ChunkArrived(stream, version(number), tensor, [record], record.byte_count))
-
-    def touch(self) -> None:
-        """Up to the first byte in the engine."""
-        self.admit()
-        self.part(0)
-        self.handle(events.Quiesced())
-
-    def all_in(self) -> None:
-        self.touch()
-        self.part(1)
-        self.handle(events.BytesVerified(2))
-
-    def commit_streamed(self, *, chunks: int = 2, byte_count: int = 28, seed: int = 5) -> list[fx.Effect]:
-        digest = content_digest(checksums(seed))
-        return self.handle(events.CommitArrived(2, version(2), chunks, byte_count, digest))
+from tests.support.engine_core import LAYOUT, Agent, Streaming, checksums, version
 
 
 def cut_of(effects: list[fx.Effect]) -> fx.CutStreaming:

@@ -10,8 +10,7 @@ from controlplane.core import engine_events as events
 from controlplane.core import errors as e
 from controlplane.core.engine_sleep import owes_canary
 from controlplane.core.engine_state import Held, Hold, HoldKind, Poisoned, Timings, Unset
-from tests.support.engine_core import Agent, version
-from tests.unit.test_engine_able import asleep
+from tests.support.engine_core import Agent, asleep, version
 
 ME = "trainer:t"
 UNPROVEN = Hold(HoldKind.UNPROVEN, "u2")

@@ -14,7 +14,7 @@ from controlplane.cli.fleet_table import render_fleet, since
 from controlplane.cli.rollback_table import changes, render_outcomes, verdict
 from controlplane.cli.updates_table import render_updates
 from tests.support.golden import assert_golden
-from tests.unit.test_fleet_table import NOW, at, engine, outcome, version, whole_fleet
+from tests.support.shown_fleet import NOW, at, engine, outcome, shown, version, whole_fleet
 from weightplane.v1 import engine_pb2, fleet_pb2, operator_pb2
 
 TRUE, FALSE = engine_pb2.CONDITION_STATUS_TRUE, engine_pb2.CONDITION_STATUS_FALSE
@@ -56,13 +56,6 @@ def engines() -> operator_pb2.FleetView:
         each.capabilities.extend(["checkpoint", "format:plain", "staged"])
     behind.capabilities.extend(["format:plain", "staged"])
     return operator_pb2.FleetView(run_id="run-a", coordinator_term=3, engines=[serving, behind, lost])
-
-
-def shown(what: RenderableType, width: int = 150) -> str:
-    console = Console(width=width, no_color=True, force_terminal=False, soft_wrap=True)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
 
 
 def unheld() -> operator_pb2.FleetView:

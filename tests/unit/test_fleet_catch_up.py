@@ -9,34 +9,12 @@ from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Poisoned, Progress, Stage, Unset
 from controlplane.core.fleet_catch_up import MAX_CHECKPOINTS, RETRY_SECONDS
-from controlplane.core.fleet_records import CheckpointGone, CheckpointKept
+from controlplane.core.fleet_records import CheckpointGone
 from controlplane.core.plan import RankPlace, Transport
-from controlplane.core.update_transaction import Phase, UpdateTransaction
+from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import DeviceUuid, EngineId, Rank, Term, UpdateId, WeightVersion
+from tests.support.checkpointed_fleet import carries, kept, publish, served
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
-
-
-def kept(version: WeightVersion, digest: bytes = b"d") -> CheckpointKept:
-    return CheckpointKept(POLICY, version, f"policy-{version.number}", b"l" * 32, digest, 2, 1, 28)
-
-
-def publish(f: Fleet, update: UpdateTransaction, term: int = 1) -> None:
-    f.handle(events.CheckpointPublished(RUN, Term(term), kept(update.version)))
-
-
-def served(names: tuple[str, ...] = ("e0", "e1")) -> tuple[Fleet, dict[str, int], UpdateTransaction]:
-    """Engines that serve a version with a checkpoint."""
-    f = Fleet()
-    engines = {name: f.engine(name) for name in names}
-    f.trainer()
-    update = f.push("u1", engines)
-    publish(f, update)
-    f.effects.clear()
-    return f, engines, update
-
-
-def carries(f: Fleet) -> list[fx.Carry]:
-    return [x.carry for x in f.effects if isinstance(x, fx.StartCarry)]
 
 
 def test_a_joiner_is_brought_to_the_served_version_without_a_trainer() -> None:

@@ -30,12 +30,10 @@ from controlplane.core.versions import (
     UpdateId,
     WeightVersion,
 )
-from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
-from tests.unit.test_fleet_catch_up import carries, kept, publish, served
-from tests.unit.test_fleet_doubts import ANSWERS, Singers
-from tests.unit.test_fleet_keeps import keep
-from tests.unit.test_fleet_preview import LOAD, ask, trainer
-from tests.unit.test_fleet_recovery import hello
+from tests.support.checkpointed_fleet import carries, keep, kept, publish, served
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, hello
+from tests.support.planned_fleet import LOAD, ask, trainer
+from tests.support.singers import ANSWERS, Singers
 
 NOBODY = UpdateId("nobody's")
 

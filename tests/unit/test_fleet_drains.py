@@ -10,8 +10,8 @@ from controlplane.core.engine_state import Hold, HoldKind, Stage
 from controlplane.core.update_policy import UpdatePolicy
 from controlplane.core.update_transaction import Phase
 from controlplane.core.versions import EngineId, UpdateId
+from tests.support.checkpointed_fleet import served
 from tests.support.fleet_core import POLICY, RUN, Fleet
-from tests.unit.test_fleet_catch_up import served
 
 DRAINS = frozenset({Hold(HoldKind.DRAINING, "ann")})
 

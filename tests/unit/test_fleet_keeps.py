@@ -12,15 +12,11 @@ from controlplane.core.engine_state import Held, Poisoned, Stage
 from controlplane.core.fleet import FleetCore
 from controlplane.core.fleet_records import EngineKept, EngineReleased, Recovered
 from controlplane.core.update_transaction import Phase, UpdateTransaction
-from controlplane.core.versions import EngineId, ModelName, Term, WeightVersion
+from controlplane.core.versions import EngineId, Term, WeightVersion
+from tests.support.checkpointed_fleet import carries, keep, kept, publish, served
 from tests.support.fleet_core import POLICY, RUN, Fleet
-from tests.unit.test_fleet_catch_up import carries, kept, publish, served
 
 EVAL = EngineId("eval")
-
-
-def keep(f: Fleet, number: int, name: str = "eval", model: str = "") -> None:
-    f.handle(events.KeepRequested(RUN, EngineId(name), ModelName(model), number))
 
 
 def release(f: Fleet, name: str = "eval") -> None:

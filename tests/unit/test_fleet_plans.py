@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
-from controlplane.core.engine_state import EngineState, Held, Life, Poisoned, Stage
+from controlplane.core.engine_state import Held, Poisoned, Stage
 from controlplane.core.errors import EngineMisfit
-from controlplane.core.plan import HOST_MEMORY, EnginePlace, LinkFate, Load, Plan, RankPlace, Transport
+from controlplane.core.plan import HOST_MEMORY, LinkFate, Load, Plan, RankPlace, Transport
 from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, Rank, Term, TrainerId, UpdateId
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
+from tests.support.planned_fleet import ALL, begin, far_engine
 
-ALL = frozenset(Transport) - {Transport.CHECKPOINT}
 LOAD = Load(tensor_count=3, byte_count=1000, chunk_bytes=100, largest_module_bytes=400)
-
-
-def far_engine(f: Fleet, name: str, *capabilities: str, life: str = "i1") -> int:
-    """On another host than the trainer, and able to receive whatever there is."""
-    f.sessions += 1
-    state = f.states[name] = EngineState(RUN, POLICY, EngineId(name), Incarnation(life), Life.RUNNING)
-    devices = (DeviceUuid(f"far-{name}"),)
-    place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "far", devices, transports=ALL)
-    f.handle(events.EngineConnected(f.sessions, place, state, False, capabilities, Term(0), Term(0)))
-    return f.sessions
 
 
 def sender(f: Fleet, sends: frozenset[Transport] = ALL, held: int = 0) -> int:
@@ -36,12 +24,6 @@ def sender(f: Fleet, sends: frozenset[Transport] = ALL, held: int = 0) -> int:
     )
     f.handle(hello)
     return f.sessions
-
-
-def begin(f: Fleet, update_id: str, **more: object) -> Plan:
-    request = events.UpdateRequested(UpdateId(update_id), update_id, RUN, POLICY, Term(1), 1, None)
-    effects = f.handle(replace(request, **more))  # type: ignore[arg-type]
-    return next(x.update for x in effects if isinstance(x, fx.UpdatePlanned)).plan
 
 
 def abort(f: Fleet, update_id: str) -> None:

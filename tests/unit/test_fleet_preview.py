@@ -13,33 +13,15 @@ from controlplane.coordinator import views
 from controlplane.core import fleet_events as events
 from controlplane.core.engine_state import Hold, HoldKind, Residency
 from controlplane.core.errors import FormatMismatch, InvalidRequest
-from controlplane.core.fleet_preview import Preview, preview
-from controlplane.core.plan import LinkFate, Load, RankPlace, Transport
+from controlplane.core.fleet_preview import Preview
+from controlplane.core.plan import LinkFate, Transport
 from controlplane.core.update_policy import UpdatePolicy
-from controlplane.core.versions import DeviceUuid, EngineId, Incarnation, ModelName, Rank, Term, TrainerId, UpdateId
+from controlplane.core.versions import EngineId, Incarnation, ModelName, Term, UpdateId
 from tests.support.fleet_core import POLICY, RUN, TTL, Fleet
 from tests.support.golden import assert_golden
-from tests.unit.test_engines_table import shown
-from tests.unit.test_fleet_plans import ALL, begin, far_engine
+from tests.support.planned_fleet import GIB, LOAD, ask, begin, far_engine, trainer
+from tests.support.shown_fleet import shown
 from weightplane.v1 import operator_pb2
-
-GIB = 2**30
-LOAD = Load(tensor_count=290, byte_count=15 * GIB, chunk_bytes=64 * 2**20, largest_module_bytes=GIB // 2)
-
-
-def trainer(f: Fleet, load: Load | None = LOAD, ranks: int = 3, model: ModelName = POLICY) -> int:
-    f.sessions += 1
-    places = tuple(RankPlace(Rank(n), "host", DeviceUuid(f"dev-{n}")) for n in range(ranks))
-    f.handle(
-        events.TrainerConnected(
-            f.sessions, RUN, model, TrainerId("t0"), Incarnation("t1"), places, Term(0), "", False, ALL, load
-        )
-    )
-    return f.sessions
-
-
-def ask(f: Fleet, model: str = "", transport: Transport | None = None, fate: LinkFate | None = None) -> Preview:
-    return preview(f.core, model, transport, fate)
 
 
 def problems(found: Preview) -> list[str]:

@@ -10,31 +10,12 @@ import pytest
 from controlplane.core import errors as e
 from controlplane.core import fleet_effects as fx
 from controlplane.core import fleet_events as events
-from controlplane.core.engine_state import EngineState, Held, Life
 from controlplane.core.fleet_book import MAX_UPDATES_KEPT
 from controlplane.core.fleet_records import REQUEST_ID_SECONDS, FloorRaised, FrozenServed
-from controlplane.core.plan import EnginePlace
-from controlplane.core.versions import FROZEN, DeviceUuid, EngineId, Incarnation, ModelName, Term, UpdateId
-from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, two_engines
+from controlplane.core.versions import FROZEN, EngineId, ModelName, Term, UpdateId
+from tests.support.fleet_core import POLICY, RUN, TTL, Fleet, hello, two_engines
 
 DIGEST = b"c" * 32
-
-
-def hello(
-    session: int,
-    name: str = "e0",
-    *,
-    term: int = 0,
-    coordinator_term: int = 0,
-    number: int = 0,
-    frozen: bytes | None = None,
-    model: ModelName = POLICY,
-) -> events.EngineConnected:
-    state = EngineState(RUN, model, EngineId(name), Incarnation("i"), Life.RUNNING)
-    if frozen is not None:
-        state = replace(state, frozen=True, weights=Held(FROZEN, frozen))
-    place = EnginePlace(EngineId(name), state.incarnation, f"{name}:1", "host", (DeviceUuid(name),))
-    return events.EngineConnected(session, place, state, False, (), Term(term), Term(coordinator_term), number)
 
 
 def closed_with(f: Fleet, kind: type[e.WeightplaneError]) -> bool:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import re
-import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import aiohttp
 import pytest
@@ -20,10 +18,8 @@ from controlplane.rpc.security import HttpGuard, TlsSettings
 from controlplane.web import serve_page
 from controlplane.web import server as page_server
 from tests.support.certificates import People, people, token_for
+from tests.support.http_calls import RUN, bearer, context_of, status
 from weightplane.v1 import operator_pb2
-
-RUN = "run-a"
-LIMIT = aiohttp.ClientTimeout(total=20)
 
 
 @pytest.fixture
@@ -36,28 +32,6 @@ async def page(guard: HttpGuard) -> AsyncIterator[str]:
     fleet: Latest[operator_pb2.FleetView] = Latest(operator_pb2.FleetView(run_id=RUN))
     async with serve_page("127.0.0.1:0", fleet, guard) as url:
         yield url
-
-
-def context_of(tls: TlsSettings, *, shows: bool = True) -> ssl.SSLContext:
-    context = ssl.create_default_context(cafile=tls.ca)
-    if shows and tls.cert is not None:
-        context.load_cert_chain(tls.cert, tls.key)
-    return context
-
-
-def bearer(token: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {token}"}
-
-
-async def status(url: str, method: str = "GET", **more: Any) -> tuple[int, str]:
-    body: dict[str, Any] = {"json": {"prompt": [1, 2, 3]}} if method == "POST" else {}
-    async with (
-        aiohttp.ClientSession(timeout=LIMIT) as client,
-        client.request(method, url, **body, **more) as answer,
-    ):
-        if answer.status != 200 or "event-stream" not in answer.content_type:
-            await answer.read()
-        return answer.status, answer.headers.get("x-weightplane-reason", "")
 
 
 def test_every_route_that_tells_of_the_fleet_is_in_the_table() -> None:

@@ -16,68 +16,23 @@ from vllm.engine.protocol import EngineClient
 from controlplane.config import ConfigError, load_values
 from controlplane.core import engine_events as events
 from controlplane.core import errors as e
-from controlplane.core.engine_state import Hold, HoldKind
 from controlplane.core.traces import SpanRef
 from controlplane.core.versions import Term, UpdateId, WeightVersion
 from controlplane.rpc.ports import PortUnavailable
 from controlplane.rpc.security import PLAIN
 from engine_agent.daemon.settings import EngineSettings
-from engine_agent.life.engine_life import EngineLife, EngineLifeHolder
-from engine_agent.memory.engine import MemorySettings
-from engine_agent.openai_door.door import Door
+from engine_agent.life.engine_life import EngineLifeHolder
 from engine_agent.openai_door.engine_client import GatedEngineClient
 from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
-from tests.support.door_app import NativeMemoryEngine, app_over, client_of
-from tests.support.engine_life import UPDATE, VERSION, commit, started
+from tests.support.door_app import app_over, client_of
+from tests.support.door_world import CHAT, SETTINGS, World, made
+from tests.support.engine_life import commit
 from tests.support.eventually import PATIENCE_SECONDS, eventually
 from tests.support.otlp_collector import kept_spans
 
-SETTINGS = OpenAiSettings("127.0.0.1:0", wait_seconds=1.0, max_requests=2, max_body_bytes=1000)
 NEWER = WeightVersion(2, Term(1))
-CHAT = "/v1/chat/completions"
 SLOW = 0.005
-
-
-class World:
-    """A life, its door, and a client of it."""
-
-    def __init__(self, life: EngineLife, settings: OpenAiSettings) -> None:
-        self.life = life
-        holder = EngineLifeHolder()
-        holder.life = life
-        self.door = Door(holder, settings, app_over)
-        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app=self.door), base_url="http://door", timeout=10)
-
-    @property
-    def engine(self) -> NativeMemoryEngine:
-        assert isinstance(self.life.engine, NativeMemoryEngine)
-        return self.life.engine
-
-    async def ask(self, **asked: Any) -> httpx.Response:
-        return await self.http.post(CHAT, json={"prompt": [1, 2, 3]} | asked)
-
-    def made(self, count: int) -> bool:
-        """The one request that is in the engine has so many tokens."""
-        return [live.seen >= count for live in self.engine._live.values()] == [True]
-
-    def serve(self, version: WeightVersion) -> None:
-        self.life.apply(events.FleetChanged(Term(1), Term(1), frozenset({version})))
-
-    def hold(self, *, present: bool) -> None:
-        self.life.apply(events.HoldChanged(Hold(HoldKind.OPERATOR, "ann"), present=present))
-
-
-async def made(tmp_path: Path, *, seconds_per_token: float = 0.0, settings: OpenAiSettings = SETTINGS) -> World:
-    """It serves VERSION."""
-    engine = NativeMemoryEngine(MemorySettings(seconds_per_token=seconds_per_token), "e0")
-    world = World(await started(tmp_path, engine), settings)
-    await world.door.open(world.life)
-    commit(world.life, 1)
-    await asyncio.wait_for(world.life.installs.outcome(UPDATE), PATIENCE_SECONDS)
-    world.serve(VERSION)
-    await eventually(lambda: world.life.open)
-    return world
 
 
 @pytest.fixture

@@ -17,8 +17,8 @@ from engine_agent.openai_door.running import RunningDoor
 from engine_agent.openai_door.settings import OpenAiSettings
 from tests.support.certificates import people, token_for
 from tests.support.door_app import app_over
-from tests.unit.test_http_ports import RUN, bearer, context_of, status
-from tests.unit.test_openai_door import made
+from tests.support.door_world import made
+from tests.support.http_calls import RUN, bearer, context_of, status
 
 ROUTES = door_module.GENERATING | door_module.READING
 

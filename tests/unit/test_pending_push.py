@@ -12,7 +12,7 @@ import pytest
 
 from controlplane.core.errors import DeadlineExceeded, InvalidRequest, StaleTerm, UpdateFailed
 from controlplane.core.layout import DType, Layout, TensorSpec
-from tests.unit.test_rank_link import Agent, fence
+from tests.support.rank_agent import Agent, fence
 from trainer_agent import wire
 from trainer_agent.rank import PendingPush, trainer_rank
 from trainer_agent.rank.gather import GatherGroups

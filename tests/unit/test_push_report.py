@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from structlog.testing import capture_logs
 
-from tests.unit.test_fleet_table import version
+from tests.support.shown_fleet import version
 from trainer_agent.rank.report import PushReport, report_of
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,30 +10,12 @@ from pathlib import Path
 import pytest
 
 from controlplane.core.errors import DeadlineExceeded, PeerLost, ShapeMismatch, StaleTerm, error_classes
+from tests.support.rank_agent import Agent, fence
 from trainer_agent import wire
 from trainer_agent.rank.link import Patience, RankLink
 from weightplane.local.v1 import rank_pb2
 
 LEAVE = rank_pb2.RankRequest(leave=rank_pb2.Leave())
-
-
-class Agent:
-    """The other end, by hand."""
-
-    def __init__(self, path: Path) -> None:
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(path))
-        self._listener.listen()
-        self.link = RankLink(path, Patience(5))
-        self.connection, _ = self._listener.accept()
-
-    def say(self, **message: object) -> None:
-        self.connection.sendall(wire.encode(rank_pb2.RankResponse(**message)))  # type: ignore[arg-type]
-
-    def close(self) -> None:
-        self.link.close()
-        self.connection.close()
-        self._listener.close()
 
 
 @pytest.fixture
@@ -46,11 +27,6 @@ def agent(tmp_path: Path) -> Iterator[Agent]:
 
 def joined(term: int) -> rank_pb2.Joined:
     return rank_pb2.Joined(term=term, run_id="r")
-
-
-def fence() -> rank_pb2.SessionError:
-    error = StaleTerm(model="policy", got=1, current=2)
-    return rank_pb2.SessionError(reason=error.reason, message=str(error), fenced=True, metadata=error.metadata())
 
 
 def test_messages_come_whole_and_in_order_however_they_were_cut(agent: Agent) -> None:

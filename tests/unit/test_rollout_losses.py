@@ -17,8 +17,8 @@ from controlplane.rollout.blocking import BlockingRolloutClient
 from controlplane.rollout.policies import BySession, PowerOfTwo
 from controlplane.rollout.routing import Route, Routes, RoutingTable
 from tests.support.eventually import eventually
-from tests.support.fake_fleet import Script, finish, hangs, refuses, says, tokens, version
-from tests.support.rollout_world import PROMPT, World
+from tests.support.fake_fleet import finish, hangs, refuses, says, tokens, version
+from tests.support.rollout_world import PROMPT, World, first_then
 from weightplane.v1 import rollout_pb2
 
 FOUR = SamplingSettings(max_tokens=4)
@@ -31,18 +31,6 @@ async def world() -> AsyncIterator[World]:
     made = World()
     yield made
     await made.stack.aclose()
-
-
-def first_then(first: Script, then: Script) -> Script:
-    """The first request is answered by one script, those after it by another."""
-    asked = []
-
-    async def script(request: rollout_pb2.GenerateRequest) -> AsyncIterator[rollout_pb2.GenerateResponse]:
-        asked.append(request)
-        async for response in (first if len(asked) == 1 else then)(request):
-            yield response
-
-    return script
 
 
 async def test_inv11_a_resumed_sample_goes_on_from_its_tokens_and_its_spans_show_both_versions(world: World) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from controlplane.core import errors as e
-from tests.unit.test_trainer_checkpoints import rpc_error
+from tests.support.refusals import rpc_error
 from trainer_agent.agent.serving import Serving, compare, first_routes
 from trainer_agent.agent.stubs import Stubs
 from weightplane.local.v1 import rank_pb2

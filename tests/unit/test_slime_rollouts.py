@@ -20,9 +20,8 @@ from controlplane.rollout.sample import SPANS_KEY, Sample
 from tests.support import slime_types
 from tests.support.eventually import eventually
 from tests.support.fake_fleet import finish, hangs, refuses, says, tokens, version
-from tests.support.rollout_world import PROMPT, World
+from tests.support.rollout_world import PROMPT, World, first_then
 from tests.support.slime_types import DataSource, arguments
-from tests.unit.test_rollout_losses import first_then
 from weightplane.v1 import rollout_pb2
 
 PARAMS = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_new_tokens": 4, "stop": None, "no_stop_trim": True}

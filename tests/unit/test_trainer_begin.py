@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from controlplane.core import errors as e
-from tests.unit.test_trainer_checkpoints import rpc_error
+from tests.support.refusals import rpc_error
 from trainer_agent.agent.begin import begin_update
 from trainer_agent.agent.session import FleetSession
 from weightplane.v1 import fleet_pb2, fleet_pb2_grpc

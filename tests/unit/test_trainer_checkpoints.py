@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-import grpc
 import pytest
 import xxhash
 from structlog.testing import capture_logs
@@ -18,8 +17,8 @@ from controlplane.checkpoints import CheckpointManifest, old_numbers, open_files
 from controlplane.core import errors as e
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
 from controlplane.devices import host_id
-from controlplane.rpc.errors import to_status
 from tests.support.eventually import eventually
+from tests.support.refusals import rpc_error
 from trainer_agent.agent import checkpoints
 from trainer_agent.agent.checkpoint_files import Whole, write
 from trainer_agent.agent.checkpoints import CheckpointKeeper
@@ -105,15 +104,6 @@ def chunk(index: int, offset: int, *records: tuple[int, int, int]) -> rank_pb2.S
 
 def names(root: Path) -> list[str]:
     return sorted(p.name for p in root.iterdir())
-
-
-def rpc_error(error: e.WeightplaneError | None = None) -> grpc.aio.AioRpcError:
-    """As a client meets it; None: nobody answered."""
-    empty = grpc.aio.Metadata()
-    if error is None:
-        return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, empty, empty, "connection refused")
-    status: Any = to_status(error)
-    return grpc.aio.AioRpcError(status.code, empty, grpc.aio.Metadata(*status.trailing_metadata), status.details)
 
 
 async def kept(keeper: CheckpointKeeper, version: Whole, coordinator: Coordinator) -> bool:

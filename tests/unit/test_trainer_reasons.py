@@ -6,7 +6,7 @@ import pytest
 
 from controlplane.core import errors as e
 from controlplane.rpc.errors import RemoteError
-from tests.unit.test_trainer_rules import FAILED, state
+from tests.support.update_states import FAILED, state
 from trainer_agent.agent import outcome, reasons
 from trainer_agent.agent.reasons import Begin
 

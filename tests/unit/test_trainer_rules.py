@@ -14,6 +14,7 @@ from controlplane.core.layout import DType, Layout, TensorSpec
 from controlplane.devices import host_id
 from controlplane.processes import start_time
 from controlplane.rpc.codec import layout_to_parts
+from tests.support.update_states import FAILED, state
 from trainer_agent.agent import outcome
 from trainer_agent.agent.lastlife import FILE_NAME, LastLife
 from trainer_agent.agent.load import load_of
@@ -25,7 +26,7 @@ from trainer_agent.chunking import ALIGNMENT_BYTES, plan_segment
 from trainer_agent.rank.gather import shared_slots
 from trainer_agent.transports import SHARED_MEMORY
 from weightplane.local.v1 import rank_pb2
-from weightplane.v1 import engine_pb2, fleet_pb2, version_pb2, weight_update_pb2
+from weightplane.v1 import fleet_pb2, version_pb2, weight_update_pb2
 
 LAYOUT = Layout((TensorSpec("a", DType.F32, (2,)),))
 MODEL = Layout(
@@ -170,22 +171,6 @@ def test_each_rank_gets_its_part_and_everybody_the_shared_slots_in_one_order() -
 
 
 # ---- outcomes ----
-
-
-def state(phase: fleet_pb2.UpdatePhase.ValueType, **engines: str) -> fleet_pb2.UpdateState:
-    made = fleet_pb2.UpdateState(update_id="u", phase=phase, version=version_pb2.WeightVersion(term=1, number=5))
-    for name, reason in engines.items():
-        made.engines.add(
-            engine=version_pb2.EngineRef(engine_id=name, incarnation="i"),
-            required=True,
-            stage=engine_pb2.UPDATE_STAGE_ABORTED,
-            error_reason=reason,
-            error_message="why" if reason else "",
-        )
-    return made
-
-
-FAILED = fleet_pb2.UPDATE_PHASE_FAILED
 
 
 def test_a_failed_update_names_every_engines_outcome_and_words() -> None:

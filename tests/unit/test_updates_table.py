@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from rich.console import Console, RenderableType
 
 from controlplane.cli.ending import CommandFailed
 from controlplane.cli.updates import find
@@ -18,25 +17,21 @@ from controlplane.core.fleet_records import LostRank
 from controlplane.core.versions import Term
 from tests.support.golden import assert_golden
 from tests.support.scripted_fleet import ScriptedFleet, poisoned, two_hundred, updating
+from tests.support.shown_fleet import shown
 from weightplane.v1 import fleet_pb2, operator_pb2
 
 View = operator_pb2.FleetView
 
-
-def shown(what: RenderableType, width: int = 200) -> str:
-    console = Console(width=width, no_color=True, force_terminal=False, soft_wrap=True)
-    with console.capture() as capture:
-        console.print(what)
-    return capture.get()
+WIDE = 200
 
 
 def why(view: View, update: str = "latest") -> str:
-    return shown(render_why(view, find(view, update), seconds_of(view.time)))
+    return shown(render_why(view, find(view, update), seconds_of(view.time)), WIDE)
 
 
 def test_updates_read_as_reviewed() -> None:
     view = poisoned()
-    assert_golden("updates.txt", shown(render_updates(view, 4, seconds_of(view.time))))
+    assert_golden("updates.txt", shown(render_updates(view, 4, seconds_of(view.time)), WIDE))
 
 
 def test_updates_as_json_stay_as_reviewed() -> None:
@@ -129,7 +124,7 @@ def test_a_large_fleet_fits_the_screen_and_those_that_do_not_serve_stand_first()
 
 def test_a_coordinator_that_is_gone_is_said_above_what_it_said_last() -> None:
     view = updating()
-    lines = shown(render_watch(view, seconds_of(view.time), 50, "nobody answers")).splitlines()
+    lines = shown(render_watch(view, seconds_of(view.time), 50, "nobody answers"), WIDE).splitlines()
     assert lines[0] == "nobody answers; this is what it said last"
 
 

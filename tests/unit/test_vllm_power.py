@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from engine_agent.vllm.engine import VllmEngine
 from engine_agent.vllm.engine_log import EngineLog
 from engine_agent.vllm.install import Installer
 from engine_agent.vllm.power import Power, can_sleep
-from tests.unit.test_vllm_environment import SETTINGS
+from engine_agent.vllm.settings import VllmSettings
 
 CLEARED = ["reset_prefix_cache", "reset_mm_cache", "reset_encoder_cache"]
 
@@ -139,7 +140,7 @@ def test_an_engine_can_sleep_where_the_platform_has_it_and_it_was_asked_for(
 
 
 async def test_without_the_capability_both_are_refused_by_name() -> None:
-    engine = VllmEngine(SETTINGS, "e0")
+    engine = VllmEngine(VllmSettings(Path("/models/m")), "e0")
     with pytest.raises(UnsupportedByEngine, match="sleep"):
         await engine.sleep(1)
     with pytest.raises(UnsupportedByEngine, match="sleep"):

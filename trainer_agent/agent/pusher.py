@@ -224,13 +224,9 @@ class Pusher:
                 self._ranks.members[rank].send(rank_pb2.RankResponse(push_result=result))
         self._begun.clear()
         self._stop_waiting()
-        log.info(
-            "push_ended",
-            **tracing.log_fields(self._context.run_id, result.state.update_id),
-            reason=result.error_reason or "NONE",
-            retry=result.retry,
-            cause=result.error_message,
-        )
+        failed = {"reason": result.error_reason, "retry": result.retry, "cause": result.error_message}
+        fields = tracing.log_fields(self._context.run_id, result.state.update_id)
+        log.info("push_ended", **fields, **(failed if result.error_reason else {}))
 
     def _rank_failed(self, rank: int, what: rank_pb2.PushFailed) -> None:
         """An error of ours is known to everybody, but a peer's going away is better told by its own end; any other
