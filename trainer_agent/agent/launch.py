@@ -1,8 +1,7 @@
 """Starts the ranks of this node through torch's elastic launcher, and ends them all, whatever happens to anyone.
 
-The agent spawns `python -m trainer_agent.agent.launch <torchrun arguments> train.py …`: a shim that dies with the
-agent, runs torch.distributed.run without restarts of its own, and tells a fenced rank's end by its exit code.
-Restarts are the agent's: it knows whether the trainer was fenced, and proves the last ranks dead.
+The agent spawns `python -m trainer_agent.agent.elastic <torchrun arguments> train.py …`, the launcher without restarts
+of its own. Restarts are the agent's: it knows whether the trainer was fenced, and proves the last ranks dead.
 """
 
 from __future__ import annotations
@@ -16,20 +15,19 @@ from contextlib import suppress
 
 import structlog
 
-from controlplane.exit_codes import ExitCode
-from controlplane.processes import descendants, set_death_signal, start_time
+from controlplane.processes import descendants, start_time
 from trainer_agent.agent.output import wrapped
 
 log = structlog.get_logger(__name__)
 
 RANKS_SHARE = 0.7
-"""Of the time to stop that is the ranks'; the rest is the shim's, to kill them and to report."""
+"""Of the time to stop that is the ranks'; the rest is the launcher's, to kill them and to report."""
 KILL_SECONDS = 5.0
 """How long killed processes may take to be gone."""
 
 
 class Launcher:
-    """One run of the shim, with all the processes below it."""
+    """One run of the launcher, with all the processes below it."""
 
     def __init__(self, process: asyncio.subprocess.Process, stop_seconds: float) -> None:
         self._process = process
@@ -50,7 +48,7 @@ class Launcher:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "trainer_agent.agent.launch",
+            "trainer_agent.agent.elastic",
             *arguments,
             env={**os.environ, **environment},
             stdin=asyncio.subprocess.DEVNULL,
@@ -60,11 +58,11 @@ class Launcher:
         return cls(process, stop_seconds)
 
     async def wait(self) -> int:
-        """The shim's exit code: 0, FENCED, or another one."""
+        """The launcher's exit code: 0, FENCED, or another one."""
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, which the shim hands to the ranks; what is left after `stop_seconds` is killed. Idempotent."""
+        """SIGTERM, which the launcher hands to the ranks; what is left after `stop_seconds` is killed. Idempotent."""
         if self._process.returncode is not None:
             return
         below = lives(self._process.pid)
@@ -88,25 +86,3 @@ def lives(pid: int) -> dict[int, int]:
     """Processes below `pid`, each with its start time: a process id alone may be another's by now."""
     found = {p: start_time(p) for p in descendants(pid)}
     return {p: started for p, started in found.items() if started is not None}
-
-
-def main() -> int:
-    """The shim."""
-    set_death_signal(signal.SIGTERM)
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.run import main as torchrun
-
-    try:
-        torchrun(sys.argv[1:])
-    except ChildFailedError as error:
-        print(error, file=sys.stderr)
-        codes = {f.exitcode for f in error.failures.values()}
-        return ExitCode.FENCED if ExitCode.FENCED in codes else ExitCode.RANKS_FAILED
-    except SignalException:
-        return ExitCode.INTERRUPTED
-    return ExitCode.OK
-
-
-if __name__ == "__main__":
-    sys.exit(main())
