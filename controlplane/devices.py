@@ -1,7 +1,7 @@
 """What identifies hosts and devices: the same answer in every process of a host, so that slots can be matched.
 
 Promises: equal host ids share `/dev/shm`; a device has one UUID in every process, whatever the process numbers it
-by (DESIGN: slots come from device UUIDs). Refuses to reveal the machine id: only a hash of it leaves this module.
+by. Refuses to reveal the machine id: only a hash of it leaves this module.
 """
 
 from __future__ import annotations

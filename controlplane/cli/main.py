@@ -53,7 +53,7 @@ app.command(short_help="Bring an earlier version's weights back.")(rollback.roll
 app.command(short_help="Ask a daemon whether it serves.")(health.health)
 app.command(short_help="Simulate a fleet with faults.")(sim.sim)
 app.add_typer(
-    engines.app, name="engines", short_help="Show each engine's versions and conditions; hold, drain, pause one."
+    engines.app, name="engines", short_help="Show each engine's versions and conditions; keep, drain, pause one."
 )
 app.add_typer(ledger.app, name="ledger", short_help="Look into a ledger, or accept an older one.")
 app.add_typer(certs.certs, name="certs", short_help="Make certificates.")

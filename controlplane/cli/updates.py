@@ -83,7 +83,12 @@ def find(view: operator_pb2.FleetView, wanted: str) -> fleet_pb2.UpdateState:
         found = [u for u in view.updates if wanted in (str(u.version.number), version_text(u.version))]
         found = found or [u for u in view.updates if u.update_id.startswith(wanted)]
     if not found:
-        raise CommandFailed(ExitCode.FAILED, f"no update {wanted} is known; `weightplane updates` lists them")
+        text = (
+            "no update is known"
+            if wanted == LATEST
+            else f"no update {wanted} is known; `weightplane updates` lists them"
+        )
+        raise CommandFailed(ExitCode.FAILED, text)
     if len({u.update_id for u in found}) > 1:
         raise CommandFailed(ExitCode.FAILED, f"{wanted} is several: {', '.join(u.update_id for u in found)}")
     return found[0]

@@ -183,7 +183,7 @@ def _engines_table(update: fleet_pb2.UpdateState) -> RenderableType:
     table = new_table("ENGINE", "REQUIRED", "OUTCOME", "STAGES", "PAUSE", "WHAT IT SAID")
     began = instant(update, "begin_time")
     for outcome in update.engines:
-        needed = "yes" if outcome.required else "awaited" if outcome.awaited else "no"
+        required = "yes" if outcome.required else "awaited" if outcome.awaited else "no"
         stages = (
             [] if began is None else [(stage_word(s.stage), seconds_of(s.time) - began) for s in outcome.stage_times]
         )
@@ -191,7 +191,7 @@ def _engines_table(update: fleet_pb2.UpdateState) -> RenderableType:
         add_row(
             table,
             outcome.engine.engine_id,
-            needed,
+            required,
             Text(outcome_text(update, outcome), style="green" if applied(outcome) else ""),
             ", ".join(f"{word} at {at:.2f} s" for word, at in stages),
             seconds_text(pause) if outcome.HasField("timings") else "",

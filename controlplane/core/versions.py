@@ -1,7 +1,7 @@
 """Names and numbers that identify things: one type for each, so that a swapped argument fails the type checker.
 
 Nothing here does I/O. A `WeightVersion` is the only thing in the system that may say which weights
-an engine holds; *unset* is `None`, never a special number (DESIGN: "applied version").
+an engine holds; *unset* is `None`, never a special number (V11).
 """
 
 from __future__ import annotations

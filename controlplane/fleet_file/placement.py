@@ -1,6 +1,6 @@
 """Which processes of a fleet file must be on one node, and what each takes there. Pure: a cluster is asked elsewhere.
 
-An engine and the ranks on its devices share `/dev/shm` and an IPC namespace (DESIGN: slots), so they are placed
+An engine and the ranks on its devices share `/dev/shm` and an IPC namespace (they are its slot), so they are placed
 together or not at all. Anybody else is placed alone: the more pieces, the more nodes on which they fit.
 """
 

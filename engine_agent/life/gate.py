@@ -45,7 +45,7 @@ class Gate:
         if steps and not self.runs and state.applied is not None:
             await self._start_scheduler(state.applied)
         elif not steps and self.runs and state.life is Life.RUNNING and not state.installing:
-            await self.stop_scheduler()  # an install does it itself: if that fails the old version serves on (INV-4)
+            await self.stand_still()  # an install does it itself: if that fails the old version serves on (INV-4)
 
     def _may_step(self, *, ran: bool) -> bool:
         """The gate is open, or only what lets requests finish shuts it: nobody enters, and who is in goes on to the
@@ -76,10 +76,6 @@ class Gate:
         await self._life.engine.resume()
         self.runs = True
         self._life.state.set(self._life.core.state)  # wakes those who wait to enter
-
-    async def stop_scheduler(self) -> None:
-        if self.runs:
-            await self.stand_still()
 
     async def stand_still(self) -> None:
         """No forward pass runs when this returns, whatever state a failed install left the scheduler in."""

@@ -233,9 +233,6 @@ class EngineProcess:
         )
         return cls(process, points)
 
-    def hold_at(self, name: str) -> None:
-        (self.points / name).write_text("hold")
-
     async def reached(self, name: str) -> None:
         await eventually((self.points / f"{name}.reached").exists)
 

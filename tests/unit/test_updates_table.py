@@ -103,7 +103,7 @@ def test_a_name_that_is_none_or_several_is_refused(wanted: str, said: str) -> No
 
 
 def test_a_fleet_without_updates_has_no_latest_one() -> None:
-    with pytest.raises(CommandFailed, match="no update latest is known"):
+    with pytest.raises(CommandFailed, match="no update is known"):
         find(View(), "latest")
 
 

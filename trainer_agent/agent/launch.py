@@ -21,13 +21,13 @@ from trainer_agent.agent.output import wrapped
 log = structlog.get_logger(__name__)
 
 RANKS_SHARE = 0.7
-"""Of the time to stop that is the ranks'; the rest is the shim's, to kill them and to report."""
+"""Of the time to stop that is the ranks'; the rest is the launcher's, to kill them and to report."""
 KILL_SECONDS = 5.0
 """How long killed processes may take to be gone."""
 
 
 class Launcher:
-    """One run of the shim, with all the processes below it."""
+    """One run of the launcher, with all the processes below it."""
 
     def __init__(self, process: asyncio.subprocess.Process, stop_seconds: float) -> None:
         self._process = process
@@ -58,11 +58,11 @@ class Launcher:
         return cls(process, stop_seconds)
 
     async def wait(self) -> int:
-        """The shim's exit code: 0, FENCED, or another one."""
+        """The launcher's exit code: 0, FENCED, or another one."""
         return await self._process.wait()
 
     async def stop(self) -> None:
-        """SIGTERM, which the shim hands to the ranks; what is left after `stop_seconds` is killed. Idempotent."""
+        """SIGTERM, which the launcher hands to the ranks; what is left after `stop_seconds` is killed. Idempotent."""
         if self._process.returncode is not None:
             return
         below = lives(self._process.pid)

@@ -210,7 +210,6 @@ class UpdateOpen(_message.Message):
     PLAN_REVISION_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     TRANSPORT_FIELD_NUMBER: _builtins.int
-    INSTALL_LIMIT_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
     CHECKPOINT_FIELD_NUMBER: _builtins.int
     LINK_FIELD_NUMBER: _builtins.int
@@ -254,12 +253,6 @@ class UpdateOpen(_message.Message):
         """What is coming."""
 
     @_builtins.property
-    def install_limit(self) -> _duration_pb2.Duration:
-        """Longest time that the install may take once it began; past it the engine core is rebuilt.
-        Absent: the engine's own limit.
-        """
-
-    @_builtins.property
     def link(self) -> Global___Link:
         """With TRANSPORT_BROADCAST: the connections that the bytes come over. `accepted` means that they were made and
         probed.
@@ -287,7 +280,6 @@ class UpdateOpen(_message.Message):
         plan_revision: _builtins.int = ...,
         manifest: Global___Manifest | None = ...,
         transport: Global___Transport.ValueType = ...,
-        install_limit: _duration_pb2.Duration | None = ...,
         writer: Global___UpdateWriter.ValueType = ...,
         checkpoint: _builtins.str = ...,
         link: Global___Link | None = ...,
@@ -295,9 +287,9 @@ class UpdateOpen(_message.Message):
         apply: Global___Apply.ValueType = ...,
         exports: _abc.Iterable[_layout_pb2.DeviceExport] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "pause", b"pause", "version", b"version"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["engine", b"engine", "link", b"link", "manifest", b"manifest", "pause", b"pause", "version", b"version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "checkpoint", b"checkpoint", "engine", b"engine", "exports", b"exports", "install_limit", b"install_limit", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["apply", b"apply", "checkpoint", b"checkpoint", "engine", b"engine", "exports", b"exports", "link", b"link", "manifest", b"manifest", "model", b"model", "pause", b"pause", "plan_revision", b"plan_revision", "run_id", b"run_id", "transport", b"transport", "update_id", b"update_id", "version", b"version", "writer", b"writer", "writer_term", b"writer_term"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
