@@ -61,7 +61,17 @@ def _senders(a: fleet_pb2.Assignment) -> tuple[int, ...]:
 
 def keeps_whole(plan: rank_pb2.PushPlan, rank: int) -> bool:
     """Whether the rank keeps every byte of the version until the push is over, or only the last two chunks."""
-    return plan.keep_whole or any(p.traits.by_reference for p in parts_of(plan, rank))
+    return plan.keep_whole or rank in _lenders(plan)
+
+
+def keep_two(plan: rank_pb2.PushPlan) -> set[int]:
+    """The leaders that keep the last two chunks: of all of them at once, for a plan may have a thousand."""
+    return set() if plan.keep_whole else {a.leader for a in plan.assignments} - _lenders(plan)
+
+
+def _lenders(plan: rank_pb2.PushPlan) -> set[int]:
+    """Ranks whose own memory engines read until the update is over."""
+    return {r for a in plan.assignments if traits_of(a.transport).by_reference for r in _senders(a)}
 
 
 def _part(assignments: list[fleet_pb2.Assignment], rank: int) -> Part:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+from unittest.mock import Mock
+
 import pytest
 import torch
 import xxhash
@@ -10,12 +13,13 @@ from hypothesis import strategies as st
 
 from controlplane.core.errors import SlotMismatch
 from controlplane.core.layout import DType, Layout, TensorSpec, content_digest
+from trainer_agent import parts
 from trainer_agent.agent.announced import Announced
-from trainer_agent.agent.chunk_log import ChunkLog
+from trainer_agent.agent.chunk_log import MAX_CHUNKS, ChunkLog
 from trainer_agent.agent.plans import for_rank
 from trainer_agent.agent.ways import ByDevice
 from trainer_agent.chunking import FIRST_BYTES, SegmentPlan, plan_segment
-from trainer_agent.parts import keeps_whole, parts_of
+from trainer_agent.parts import keep_two, keeps_whole, parts_of
 from trainer_agent.rank.exporter import Exporter, copy_elements
 from trainer_agent.rank.feed import chunks_of
 from trainer_agent.rank.memory import COPIED_BYTES, RingMemory, ring_bytes
@@ -100,6 +104,7 @@ def test_ranks_that_hand_each_other_chunks_cut_alike_whatever_else_each_of_them_
         if traits_of(a.transport).by_slot:
             assert len({chunks_of(layout, told[r], r) for r in a.ranks}) == 1
     assert [keeps_whole(told[r], r) for r in told] == [keeps_whole(plan, r) for r in told]
+    assert keep_two(plan) == {a.leader for a in plan.assignments if not keeps_whole(plan, a.leader)}
     assert [parts_of(told[r], r) for r in told] == [parts_of(plan, r) for r in told]
 
 
@@ -183,6 +188,37 @@ async def test_inv12_a_chunk_is_released_when_the_slowest_of_its_readers_has_rea
     assert released == [(0, 0)]
     said.logs["e2"].mark_read(0)
     assert released == [(0, 0), (1, 0)]
+
+
+@given(reads=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5)), max_size=40), over=st.sets(st.integers(0, 3)))
+def test_inv12_whatever_the_order_in_which_streams_read_on_the_slowest_of_them_is_waited_for(
+    reads: list[tuple[int, int]], over: set[int]
+) -> None:
+    async def read_on() -> None:
+        said, released = announced(push_plan(*((f"e{i}", [0], INLINE) for i in range(4))))
+        logs, told = list(said.logs.values()), []
+        for stream, chunk in [*reads, *((stream, None) for stream in sorted(over))]:
+            before = min(log.read for log in logs)
+            logs[stream].mark_over() if chunk is None else logs[stream].mark_read(chunk)
+            if before < (least := min(log.read for log in logs)) < MAX_CHUNKS:
+                told.append((0, least))
+            assert released == told
+
+    asyncio.run(read_on())
+
+
+def test_what_is_made_of_a_plan_grows_with_its_engines_and_not_with_their_square(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = Mock(side_effect=traits_of)
+    monkeypatch.setattr(parts, "traits_of", asked)
+
+    def looks(engines: int) -> int:
+        asked.reset_mock()
+        announced(push_plan(*((f"e{i}", [i % 50], SHARED_MEMORY) for i in range(engines))))
+        return asked.call_count
+
+    assert looks(800) == 8 * looks(100)
 
 
 async def test_inv12_a_half_of_device_memory_is_released_to_every_rank_when_all_workers_have_let_go() -> None:

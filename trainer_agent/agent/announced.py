@@ -13,7 +13,7 @@ from functools import partial
 
 from controlplane.core.errors import SlotMismatch
 from trainer_agent.agent.chunk_log import ChunkLog, Ring
-from trainer_agent.parts import keeps_whole
+from trainer_agent.parts import keep_two
 from trainer_agent.transports import traits_of
 from weightplane.local.v1 import rank_pb2
 from weightplane.v1 import fleet_pb2
@@ -30,12 +30,12 @@ class Announced:
         """Of the content, once a leader has announced everything."""
         self._leaders = {a.engine.engine_id: a.leader for a in plan.assignments}
         self.logs: dict[str, ChunkLog] = {}
-        keep_two = {r for r in self._leaders.values() if not keeps_whole(plan, r)}
+        in_pieces = keep_two(plan)
         rings = {rank: Ring(partial(release, rank)) for a in plan.assignments for rank in a.ranks}
         for a in plan.assignments:
-            lent = _lent_by(a, keep_two)
+            lent = _lent_by(a, in_pieces)
             log = self.logs[a.engine.engine_id] = ChunkLog(
-                ring=bool(lent) or a.leader in keep_two, choice=a.HasField("base")
+                ring=bool(lent) or a.leader in in_pieces, choice=a.HasField("base")
             )
             for rank in lent:
                 rings[rank].follow(log)
@@ -85,10 +85,10 @@ class Announced:
         return [self.logs[e] for e in engine_ids]
 
 
-def _lent_by(a: fleet_pb2.Assignment, keep_two: AbstractSet[int]) -> list[int]:
+def _lent_by(a: fleet_pb2.Assignment, in_pieces: AbstractSet[int]) -> list[int]:
     """Ranks that write a chunk again only when the engine's stream has read it (INV-12): with device memory each of the
     slot, else the leader that the agent reads out of a ring of two chunks."""
     traits = traits_of(a.transport)
     if traits.by_device:
         return list(a.ranks)
-    return [a.leader] if traits.by_agent and a.leader in keep_two else []
+    return [a.leader] if traits.by_agent and a.leader in in_pieces else []

@@ -89,9 +89,9 @@ class ChunkLog:
     def mark_read(self, index: int) -> None:
         """The stream needs the bytes of chunk `index` no more."""
         if index > self.read:
-            self.read = index
+            before, self.read = self.read, index
             for ring in self.rings:
-                ring.look()
+                ring.moved(before)
 
     def mark_over(self) -> None:
         """The stream will read nothing any more: nobody waits for it."""
@@ -113,16 +113,24 @@ class Ring:
         """`released(k)`: every chunk up to k may be written again. Called each time that k grows."""
         self._released = released
         self._logs: list[ChunkLog] = []
-        self._told = -1
+        self._least = -1
+        """How far the slowest of them are, and how many are no further: of a thousand streams not all are looked at
+        whenever one has read on."""
+        self._slowest = 0
 
     def follow(self, log: ChunkLog) -> None:
         """One more; all of them are there before the first chunk comes."""
         self._logs.append(log)
+        self._slowest += 1
         log.rings.append(self)
 
-    def look(self) -> None:
-        """Some stream has read on."""
-        read = min(log.read for log in self._logs)
-        if self._told < read < MAX_CHUNKS:
-            self._told = read
-            self._released(read)
+    def moved(self, before: int) -> None:
+        """A stream has read on, which had read up to `before`."""
+        if before > self._least:
+            return
+        self._slowest -= 1
+        if self._slowest == 0:
+            self._least = min(log.read for log in self._logs)
+            self._slowest = sum(log.read == self._least for log in self._logs)
+            if self._least < MAX_CHUNKS:
+                self._released(self._least)
