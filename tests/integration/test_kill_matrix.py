@@ -18,7 +18,8 @@ async def test_the_fleet_heals_from_a_kill_and_claims_nothing_wrong(
 ) -> None:
     monkeypatch.setattr(matrix, "HEAL_SECONDS", 120.0)  # how soon is the matrix's own matter, on a quiet machine
     async with running_fleet(tmp_path / "fleet") as fleet:
-        await _heals(fleet, "between_chunks:leader", {Outcome.KEPT})
+        # A leader that has announced everything by then is missed by nobody: its update may commit.
+        await _heals(fleet, "between_chunks:leader", {Outcome.KEPT, Outcome.COMMITTED})
         await _heals(fleet, "mid_install:engine", {Outcome.COMMITTED, Outcome.DEGRADED, Outcome.KEPT})
         await _heals(fleet, "before_decision:coordinator", {Outcome.COMMITTED})
         assert all(o.samples for o in fleet.observers.values())
