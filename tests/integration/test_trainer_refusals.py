@@ -16,6 +16,7 @@ from controlplane.exit_codes import ExitCode
 from tests.support.engine_by_hand import engine_that_says
 from tests.support.eventually import eventually
 from tests.support.local_fleet import LocalFleet
+from tests.support.obedient import ObedientRanks
 from tests.support.toy_rank import Script
 from tests.support.toy_trainer import fleet_for_toys, toy_trainer
 from tests.support.trainer_process import Trainer, events
@@ -67,17 +68,15 @@ async def test_the_lease_is_waited_for_while_a_person_must_accept_the_ledger(tmp
 async def test_a_push_waits_within_its_limit_while_a_person_must_accept_the_ledger(tmp_path: Path) -> None:
     with capture_logs() as logs:
         async with fleet_for_toys(tmp_path) as fleet, toy_trainer(fleet.address) as trainer:
-            ranks = await trainer.start_ranks(Script(steps=4, pause_before_step=1.0))
-            await eventually(lambda: bool(ranks[0].said("pushed")), within=180)
+            ranks = await ObedientRanks.start(trainer, push_timeout=180.0)
+            await ranks.all("push", step=1)
             async with engine_that_says(fleet, max_number=50):
-                await eventually(lambda: any(line["event"] == "begin_waits" for line in logs), within=180)
+                pushes = [ranks.tell(rank, "push", step=2) for rank in range(2)]
+                await eventually(lambda: any(line["event"] == "begin_waits" for line in logs), within=120)
                 await accept_ledger(fleet)
-            assert [await r.code() for r in ranks] == [0, 0]
-            pushed = [p["version"] for p in ranks[0].said("pushed")]
-            assert len(pushed) == 4
-            assert pushed[-1] > 50
-            assert ranks[0].said("failed") == []
-            assert ranks[0].said("joined")[0]["term"] == 1
+            assert all(pushed["version"] > 50 for pushed in await ranks.answers(*pushes))
+            assert ranks.ranks[0].said("joined")[0]["term"] == 1
+            assert await ranks.leave() == [0, 0]
 
 
 def waits(logs: list[Any]) -> list[Any]:
@@ -98,20 +97,21 @@ async def test_inv_7_a_trainer_above_an_older_ledger_is_not_fenced_and_goes_on_o
             await fleet.start_coordinator()
             await fleet.wait_for_engines(2)
             async with toy_trainer(fleet.address) as trainer:
-                ranks = await trainer.start_ranks(Script(steps=4, pause_before_step=1.0))
-                await eventually(lambda: bool(ranks[0].said("pushed")), within=180)
+                ranks = await ObedientRanks.start(trainer, push_timeout=180.0)
+                await ranks.all("push", step=1)
                 await fleet.stop("coordinator")
                 state.rename(newer)
                 older.rename(state)
                 await fleet.start_coordinator()
-                await eventually(lambda: bool(waits(logs)) and bool(held_up(logs)), within=180)
+                pushes = [ranks.tell(rank, "push", step=2) for rank in range(2)]
+                await eventually(lambda: bool(waits(logs)) and bool(held_up(logs)), within=120)
                 await fleet.stop("coordinator")
                 shutil.rmtree(state)
                 newer.rename(state)
                 await fleet.start_coordinator()
-                assert [await r.code() for r in ranks] == [0, 0]
-                assert ranks[0].said("joined")[0]["term"] == 2
-                assert [p["step"] for p in ranks[0].said("pushed")] == [1, 2, 3, 4]
+                assert [answer["event"] for answer in await ranks.answers(*pushes)] == ["did", "did"]
+                assert ranks.ranks[0].said("joined")[0]["term"] == 2
+                assert await ranks.leave() == [0, 0]
 
 
 def held_up(logs: list[Any]) -> list[Any]:
