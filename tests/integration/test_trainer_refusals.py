@@ -90,8 +90,8 @@ async def test_inv_7_a_trainer_above_an_older_ledger_is_not_fenced_and_goes_on_o
     with capture_logs() as logs:
         async with fleet_for_toys(tmp_path) as fleet:
             async with toy_trainer(fleet.address) as trainer:
-                ranks = await trainer.start_ranks(Script(steps=1))
-                assert [await r.code() for r in ranks] == [0, 0]
+                before = await trainer.start_ranks(Script(steps=1))
+                assert [await r.code() for r in before] == [0, 0]
             await fleet.stop("coordinator")
             shutil.copytree(state, older)
             await fleet.start_coordinator()
